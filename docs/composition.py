@@ -227,8 +227,8 @@ def tables() -> str:
 def page(text: str) -> str:
     """Return the text of the page with the current tables."""
     before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
+    _, end, after = rest.partition(END)
+    if not end:
         raise ValueError(f"{PAGE} has no {BEGIN} or {END}")
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
 

@@ -15,7 +15,7 @@ PACKAGES = ("commlib", "adapters/commlib_torch", "adapters/commlib_tensorflow")
 HEAD = """# Folders
 
 Every module, by folder, with the first line of its docstring; `[pure]` marks modules without input or output.
-[Architecture](../../ARCHITECTURE.md) draws the layers and says which may import which.
+[Architecture](../../ARCHITECTURE.md) draws the layers and defines which may import which.
 `python docs/folders.py` writes this page.
 """
 

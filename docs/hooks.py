@@ -39,18 +39,18 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
 
 def rewrite(markdown: str, place: str, own: str, on_site: set[str]) -> str:
     """Return a text with every link rewritten for the site; see `link`."""
-    return LINK.sub(lambda found: link(found, place, own, on_site) if found[3] else found[0], markdown)
+    return LINK.sub(lambda match: link(match, place, own, on_site) if match[3] else match[0], markdown)
 
 
-def link(found: re.Match[str], place: str, own: str, on_site: set[str]) -> str:
+def link(match: re.Match[str], place: str, own: str, on_site: set[str]) -> str:
     """Return one link rewritten for the site. place: the page's path in the checkout. own: its path on the site.
 
     Raises ValueError for a link to a file that does not exist.
     """
-    mark, text, whole = found.groups()
+    mark, text, whole = match.groups()
     target, hash_mark, anchor = whole.partition("#")
     if not target or "://" in target:
-        return found[0]
+        return match[0]
     path = posixpath.normpath(posixpath.join(posixpath.dirname(place), target))
     if not (ROOT / path).exists():
         raise ValueError(f"{place}: the link to {target} leads to {path}, which does not exist")

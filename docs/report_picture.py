@@ -65,8 +65,8 @@ def main() -> None:
         for name, source in STARTS.items():
             paths.append(Path(folder) / f"{name}.jsonl")
             paths[-1].write_text(sweep_of(json.loads((RESULTS / source).read_text())))
-        found = Path(folder) / "report.html"
-        found.write_text(page.render([runs.read(path) for path in paths]))
+        report = Path(folder) / "report.html"
+        report.write_text(page.render([runs.read(path) for path in paths]))
         options = [
             "--headless",
             "--no-sandbox",
@@ -74,7 +74,7 @@ def main() -> None:
             "--hide-scrollbars",
             f"--window-size={WIDTH},{HEIGHT}",
         ]
-        command = [browser, *options, f"--screenshot={arguments.out.absolute()}", found.as_uri()]
+        command = [browser, *options, f"--screenshot={arguments.out.absolute()}", report.as_uri()]
         subprocess.run(command, check=True, capture_output=True)
 
 

@@ -30,8 +30,8 @@ def line(row: SettingRow) -> str:
 def page(text: str) -> str:
     """Return the text of the page with the current table."""
     before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
+    _, end, after = rest.partition(END)
+    if not end:
         raise ValueError(f"{PAGE} has no {BEGIN} or {END}")
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 

@@ -23,12 +23,12 @@ Bar = tuple[float, float, str]
 
 def bars_of(events: list[dict[str, Any]]) -> dict[int, dict[str, list[Bar]]]:
     """Return the bars of each rank, by row of the picture."""
-    found: dict[int, dict[str, list[Bar]]] = defaultdict(lambda: defaultdict(list))
+    bars: dict[int, dict[str, list[Bar]]] = defaultdict(lambda: defaultdict(list))
     begun: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         phase, rank = event["ph"], event.get("pid", 0)
         if phase == "X" and event.get("cat") == "wait":
-            found[rank]["waits"].append((event["ts"] / 1e3, event["dur"] / 1e3, event["name"]))
+            bars[rank]["waits"].append((event["ts"] / 1e3, event["dur"] / 1e3, event["name"]))
         elif phase in "Bb" and event.get("cat") != "queue":
             begun[rank, event.get("id", event["tid"])].append(event)
         elif phase in "Ee" and (stack := begun[rank, event.get("id", event["tid"])]):
@@ -36,8 +36,8 @@ def bars_of(events: list[dict[str, Any]]) -> dict[int, dict[str, list[Bar]]]:
             row = {None: "runs", "bucket": "buckets"}.get(first.get("cat"), first.get("cat"))
             if row in COLOURS:
                 bar = first["ts"] / 1e3, (event["ts"] - first["ts"]) / 1e3, first["name"]
-                found[rank][row].append(bar)
-    return found
+                bars[rank][row].append(bar)
+    return bars
 
 
 def arrows_of(events: list[dict[str, Any]]) -> list[tuple[float, int, float, int]]:

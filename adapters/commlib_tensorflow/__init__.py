@@ -9,7 +9,7 @@ with tf.GradientTape() as tape:
 tape = ct.DistributedGradientTape(tape)
 
 Ordered verbs are spelled as in MPI (`all_reduce`, a sum by default): all ranks must call them in the same order. Verbs
-that are spelled as in Horovod (`allreduce`, a mean by default) have names and run in any order. They are those of
+that are spelled as in Horovod (`allreduce`, a mean by default) have names and run in any order. They are from
 `commlib_tensorflow.horovod`, and also here, so that a script of `horovod.tensorflow` runs with a changed import.
 """
 
@@ -94,7 +94,7 @@ __all__ += _collectives.__all__
 __all__ += _operations.__all__
 __all__ += _queries.__all__
 
-if not _typing.TYPE_CHECKING:  # type checkers know the names
+if not _typing.TYPE_CHECKING:  # type checkers have the names
 
     def __getattr__(name: str) -> object:
         raise _missing_attribute(f"module {__name__!r}", name, __all__)

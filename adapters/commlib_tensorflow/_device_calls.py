@@ -83,17 +83,17 @@ def array_of(tensor: Any) -> Any:
     return to_array(tensor) if device is None else array_over(tensor, device)
 
 
-def tensors_of(made: Sequence[Any]) -> list[Any]:
+def tensors_of(arrays: Sequence[Any]) -> list[Any]:
     """Return tensors over new arrays of the host or of one device. The host waits for the device's work on them."""
-    there = iter(tensors_over([array for array in made if type(array) is not np.ndarray]))
-    return [to_tensor(array) if type(array) is np.ndarray else next(there) for array in made]
+    there = iter(tensors_over([array for array in arrays if type(array) is not np.ndarray]))
+    return [to_tensor(array) if type(array) is np.ndarray else next(there) for array in arrays]
 
 
-def _tensors_after(arrays: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+def _tensors_after(arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """Return tensors over new arrays, after the device has read the arrays of the call."""
-    if not any(type(array) is DeviceArray for array in made):
+    if not any(type(array) is DeviceArray for array in results):
         finish_reads(arrays)
-    return tensors_of(made)
+    return tensors_of(results)
 
 
 def allocate_like(array: Any) -> Any:

@@ -4,7 +4,7 @@ TensorFlow raises an exception of its own with that text: tf.errors.InvalidArgum
 for most others. `except` looks only at the class, so the exception must have the right class when it is made, and
 TensorFlow has no documented way to choose it. So once one of commlib's functions has failed in a graph, and not before,
 these two classes get a `__new__` that makes an exception of `commlib_tensorflow.errors`, a subclass of theirs, where
-the text is that of our error. For all other texts they behave as before. TensorFlow's texts begin with the name of the
+the text comes from our error. For all other texts they behave as before. TensorFlow's texts begin with the name of the
 exception's class.
 """
 
@@ -44,8 +44,8 @@ class GraphErrors:
             self._last.appendleft(type(error)(str(error)))
             if not self._replaced:
                 self._replaced = True
-                for made in (tf.errors.InvalidArgumentError, tf.errors.UnknownError):
-                    made.__new__ = self._maker(made)
+                for kind in (tf.errors.InvalidArgumentError, tf.errors.UnknownError):
+                    kind.__new__ = self._maker(kind)
 
     def original(self, error: BaseException) -> CommlibError | None:
         """Return the recorded exception whose text `error` carries; None if there is none."""
@@ -55,11 +55,11 @@ class GraphErrors:
         with self._lock:
             return next((error for error in self._last if f"{type(error).__name__}: {error}" in text), None)
 
-    def _maker(self, made: type) -> Any:
+    def _maker(self, wrapped: type) -> Any:
         def __new__(cls: type, node_def: Any = None, op: Any = None, message: Any = "", *args: Any) -> Any:
-            if cls is made and (error := self._find(str(message))) is not None:
+            if cls is wrapped and (error := self._find(str(message))) is not None:
                 kind = class_of(error)
-                if kind is not None and issubclass(kind, made):
+                if kind is not None and issubclass(kind, wrapped):
                     cls = kind
             base = OSError if issubclass(cls, OSError) else Exception  # a TimeoutError is an OSError
             return base.__new__(cls)

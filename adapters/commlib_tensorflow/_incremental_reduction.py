@@ -49,9 +49,9 @@ class IncrementalReduction(GradientCall):
 
     def put(self, number: int, gradient: tf.Tensor) -> None:
         """Add one of the gradients, once."""
-        sent = encode_gradient(gradient, self._options)
+        encoded = encode_gradient(gradient, self._options)
         with self._working():
-            self.give([number], [to_array(sent) if self._place is None else array_of(sent)])
+            self.give([number], [to_array(encoded) if self._place is None else array_of(encoded)])
 
     def finish(self) -> dict[int, tf.Tensor]:
         """Return the reduced gradients by number: those that any rank has put.
@@ -60,16 +60,16 @@ class IncrementalReduction(GradientCall):
         """
         options, dtypes = self._options, self._dtypes
         with self._working():
-            found = self.end([])
-            tensors = zip(found, self._tensors(list(found.items())), strict=True)
+            reduced = self.end([])
+            tensors = zip(reduced, self._tensors(list(reduced.items())), strict=True)
             return {number: decode_gradient(tensor, dtypes[number], options) for number, tensor in tensors}
 
-    def _tensors(self, found: Sequence[tuple[int, Any]]) -> list[tf.Tensor]:
+    def _tensors(self, reduced: Sequence[tuple[int, Any]]) -> list[tf.Tensor]:
         """Convert reduced arrays to tensors."""
-        dtypes = [self._dtypes[number] for number, _ in found]
+        dtypes = [self._dtypes[number] for number, _ in reduced]
         if self._place is not None:
-            return device_tensors([(array, dtype) for (_, array), dtype in zip(found, dtypes, strict=True)])
-        own = (own_array(array, dtype, eager=True) for (_, array), dtype in zip(found, dtypes, strict=True))
+            return device_tensors([(array, dtype) for (_, array), dtype in zip(reduced, dtypes, strict=True)])
+        own = (own_array(array, dtype, eager=True) for (_, array), dtype in zip(reduced, dtypes, strict=True))
         return list(map(to_tensor, own))
 
     def _working(self) -> AbstractContextManager[None]:

@@ -53,10 +53,10 @@ class DistributedKeras3(PlainPickling, DistributedKeras):
     def __copy__(self) -> Any:
         """Return another distributed optimizer with the settings that Keras copies."""
         function, arguments = self.__reduce_ex__(4)[:2]
-        made = function(*arguments)
-        made.__class__ = type(self)
-        made._commlib_begin()
-        return made
+        copied = function(*arguments)
+        copied.__class__ = type(self)
+        copied._commlib_begin()
+        return copied
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Return another distributed optimizer with the settings that Keras copies."""
@@ -81,7 +81,7 @@ class ClipHook(DistributedKeras3):
             check_variables(with_gradients(self, grads, trainable_variables))
         if not (reduction.size == 1 or reduction.reducer.alone or reduction.ran):
             known = self_._trainable_variables if trainable_variables is None else trainable_variables
-            if len(grads) == len(known) and self._knows_all(known):
+            if len(grads) == len(known) and self._has_all(known):
                 if tf.executing_eagerly() and not _has_accumulation(self) and self_.loss_scale_factor is None:
                     grads = self._reduce(grads, known)
                     reduction.given_reduced, reduction.ran = True, False  # until Keras clips them
@@ -119,7 +119,7 @@ class ClipHook(DistributedKeras3):
             return reduction.clip(reduced, reduction.expected, self_.global_clipnorm)
         return super()._clip_gradients(reduced)  # type: ignore[misc]
 
-    def _knows_all(self, variables: Sequence[Any]) -> bool:
+    def _has_all(self, variables: Sequence[Any]) -> bool:
         """Return whether Keras will accept gradients of these variables."""
         self_: Any = self
         if not self_.built:
@@ -175,8 +175,8 @@ class ClipHook(DistributedKeras3):
             gradients[place] = gradient
         others = set(range(len(everything))).difference(places)
         given_if = {places[number]: condition for number, condition in given_if.items()}
-        found = self._commlib.reduce(gradients, everything, strict=others, given_if=given_if)
-        return [found[place] for place in places]
+        reduced = self._commlib.reduce(gradients, everything, strict=others, given_if=given_if)
+        return [reduced[place] for place in places]
 
     def _if_any_rank(self, variable: Any, do: Callable[[], None]) -> None:
         """Call `do` for a variable, if any rank has a gradient for it."""
@@ -270,8 +270,10 @@ def _accumulate(optimizer: Any, passes: int) -> None:
 
 def is_distributed(model: Any) -> bool:
     """Return whether a model is trained with a distributed optimizer, possibly within a LossScaleOptimizer."""
-    found = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
-    return any(isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMixin) for optimizer in found)
+    optimizers = [value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)]
+    return any(
+        isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMixin) for optimizer in optimizers
+    )
 
 
 def never_compile(model: Any) -> None:

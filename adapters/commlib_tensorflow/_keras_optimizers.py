@@ -28,10 +28,10 @@ def variables_of(optimizer: Any) -> list[Any]:
     if optimizer is None:
         return []
     variables = optimizer.variables
-    found = list(variables() if callable(variables) else variables)
+    result = list(variables() if callable(variables) else variables)
     if getattr(optimizer, "dynamic_counter", None) is not None:  # the LossScaleOptimizer of Keras 2
-        found += [optimizer.dynamic_counter, optimizer._loss_scale.current_loss_scale]
-    return found
+        result += [optimizer.dynamic_counter, optimizer._loss_scale.current_loss_scale]
+    return result
 
 
 def between_passes(optimizer: Any) -> bool:
@@ -61,12 +61,12 @@ def learning_rate_of(optimizer: Any) -> float:
 
 
 def momentum_of(optimizer: Any) -> list[Any]:
-    """Return the variables that hold momentum in units of the learning rate: those of SGD and RMSprop."""
+    """Return the variables that hold momentum in units of the learning rate, as in SGD and RMSprop."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     kinds = {kind.__name__ for kind in type(inner).__mro__}
     if not getattr(inner, "momentum", 0) or not kinds & {"SGD", "RMSprop"}:
         return []
-    found = getattr(inner, "momentums", None) or getattr(inner, "_momentums", None)
-    if found is not None:
-        return list(found)
+    momentums = getattr(inner, "momentums", None) or getattr(inner, "_momentums", None)
+    if momentums is not None:
+        return list(momentums)
     return [v for v in variables_of(inner) if "momentum" in v.name]  # tf_keras.optimizers.legacy

@@ -1,6 +1,6 @@
 """Gradient reduction for a distributed optimizer of any Keras version.
 
-`GradientsByName` does the reduction itself. This file decides which gradients take part, under which names, and with
+`GradientsByName` does the reduction itself. This file decides which gradients are reduced, under which names, and with
 which scale: gradients of variables that only this rank has are left out, and gradients that Keras averaged over passes
 may become a sum again.
 """
@@ -20,8 +20,7 @@ from commlib.horovod.computed_gradients import ComputedGradients
 from commlib.horovod.wrapping import change_class
 from commlib.literals import Op
 from commlib_tensorflow._incremental_reduction import IncrementalReduction
-from commlib_tensorflow._local_shards import places_of
-from commlib_tensorflow._local_shards import reduce_local as reduced_apart
+from commlib_tensorflow._local_shards import places_of, reduce_local
 from commlib_tensorflow._variables import path_of
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.gradients import GradientsByName, scale_gradient
@@ -68,7 +67,9 @@ class Wrapper(DistributedMixin):
         self._commlib_begin()
 
     def _commlib_begin(self) -> None:
-        object.__setattr__(self, "_commlib", self._commlib_first.anew())  # bypasses Keras, which tracks attributes
+        object.__setattr__(
+            self, "_commlib", self._commlib_first.for_another()
+        )  # bypasses Keras, which tracks attributes
         self._commlib_prepare(self)
 
 
@@ -131,7 +132,7 @@ class KerasGradients:
     def _process_set(self) -> core.ProcessSet:
         return self.reducer.process_set
 
-    def anew(self) -> KerasGradients:
+    def for_another(self) -> KerasGradients:
         """Return a reduction for another optimizer, with the same settings. Not collective.
 
         Raises UsageError if the settings name variables, because another optimizer has different ones.
@@ -178,26 +179,26 @@ class KerasGradients:
         if shared:
             names = [self._name_of(variables[number]) for number in shared]
             own = [variables[number] for number in shared]
-            found = self.reducer(
+            reduced = self.reducer(
                 [gradients[number] for number in shared],
                 names,
                 own,
                 strict=None if strict is None else [place for place, number in enumerate(shared) if number in strict],
                 given_if={place: given_if[number] for place, number in enumerate(shared) if number in given_if},
             )
-            for number, gradient in zip(shared, found, strict=True):
+            for number, gradient in zip(shared, reduced, strict=True):
                 results[number] = gradient
-        if apart := places_of(variables):
+        if local_places := places_of(variables):
             op: Op = "mean" if self.reducer.op == core.Average else "sum"
-            own, theirs = [gradients[place] for place in apart], [variables[place] for place in apart]
-            for place, gradient in zip(apart, reduced_apart(own, theirs, op, self.size), strict=True):
+            own, theirs = [gradients[place] for place in local_places], [variables[place] for place in local_places]
+            for place, gradient in zip(local_places, reduce_local(own, theirs, op, self.size), strict=True):
                 results[place] = gradient
         return [scale_gradient(gradient, float(self._undo_division)) for gradient in results]
 
     def shared(self, variables: Sequence[Any]) -> list[int]:
         """Return the numbers of the variables that all ranks of the set have."""
-        local, apart = self.local_keys(), set(places_of(variables))
-        return [n for n, variable in enumerate(variables) if n not in apart and key_of(variable) not in local]
+        local, local_places = self.local_keys(), set(places_of(variables))
+        return [n for n, variable in enumerate(variables) if n not in local_places and key_of(variable) not in local]
 
     def compute(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Return pairs of reduced gradients and variables, which are not reduced again when they are applied."""
@@ -235,7 +236,7 @@ class KerasGradients:
         return bool(self.local_keys())
 
     def are_reduced(self, gradients: Sequence[Any]) -> bool:
-        """Return whether these gradients are those of `compute`. Call it once for the gradients of a step."""
+        """Return whether `compute` returned these gradients. Call it once for the gradients of a step."""
         averaged = self.reducer.op == core.Average and self._undo_division == 1 and not self.local_keys()
         return self._computed.are(gradients, else_averaged=averaged and not self.reducer.options.scheme)
 
@@ -253,7 +254,7 @@ class KerasGradients:
             own = [variables[place] for place in places]
             clipped, _ = clip_by_global_norm([gradients[place] for place in places], clip_norm, own)
             for place, gradient in zip(places, clipped, strict=True):
-                # Keras makes gradients of embedding rows dense here, so that moments are those of sums of rows, not of
+                # Keras makes gradients of embedding rows dense here, so that moments are of sums of rows, not of
                 # single rows.
                 results[place] = tf.convert_to_tensor(gradient)
         return results
@@ -338,7 +339,7 @@ if TYPE_CHECKING:
     class WrappedOptimizer(DistributedKeras, Any):  # type: ignore[misc]
         """What `DistributedOptimizer` returns: an optimizer of the user's class, with more methods.
 
-        Type checkers know these methods. Any stands for the user's class: a variable of that class may hold the result.
+        These methods are for type checkers. Any is the user's class: a variable of that class may hold the result.
         """
 else:
     WrappedOptimizer = DistributedMixin

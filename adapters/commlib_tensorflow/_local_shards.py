@@ -28,8 +28,8 @@ def reduce_local(gradients: Sequence[Any], variables: Sequence[Any], op: Op, ran
     shards = [shard_of(variable) for variable in variables]
     names = [getattr(variable, "path", variable.name) for variable in variables]  # TensorFlow's variables have no path
     group_local_shards(zip(names, shards, strict=True))
-    found = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-    there = [place for place, gradient in enumerate(found) if gradient is not None]
+    tensors = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+    there = [place for place, gradient in enumerate(tensors) if gradient is not None]
     copied = [place for place in there if _require_shard(shards[place]).replicas is not None]
     if copied:
 
@@ -42,16 +42,16 @@ def reduce_local(gradients: Sequence[Any], variables: Sequence[Any], op: Op, ran
                 results.append(replicas.all_reduce(array, op, out=out))
             return results
 
-        given = [found[place] for place in copied]
+        given = [tensors[place] for place in copied]
         totals = call_in_order("experts", add_up, given, list(map(Spec.like, given)))
         for place, total in zip(copied, totals, strict=True):
-            found[place] = total
+            tensors[place] = total
     for place in there:
         factor = _require_shard(shards[place]).scale(op, ranks)
         if factor != 1:
-            gradient: Any = found[place]
-            found[place] = gradient * tf.constant(factor, gradient.dtype)
-    return found
+            gradient: Any = tensors[place]
+            tensors[place] = gradient * tf.constant(factor, gradient.dtype)
+    return tensors
 
 
 def _require_shard(shard: Shard | None) -> Shard:

@@ -2,7 +2,7 @@
 
 TensorFlow chains stateful operations, except those that take variables, which it orders by those variables alone. So in
 a communicating model a loop, a branch or a nested function could run before or after the nodes around it, in a
-different order on each rank. TensorFlow asks here which resources an operation touches; all of these
+different order on each rank. TensorFlow queries here which resources an operation touches; all of these
 operations touch one more resource, the same for all.
 """
 
@@ -54,8 +54,8 @@ def _calls_host(op: Any) -> bool:
 
 
 def _has_calls(graph: Any, name: str) -> bool:
-    found = graph._get_function(name)
-    definition = context.context().get_function_def(name) if found is None else found.cached_definition
+    function = graph._get_function(name)
+    definition = context.context().get_function_def(name) if function is None else function.cached_definition
     nodes = definition.node_def
     return any(node.op in _CALLS for node in nodes) or any(
         _has_calls(graph, inner) for node in nodes for inner in _functions(node)

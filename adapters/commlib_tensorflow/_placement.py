@@ -33,7 +33,7 @@ class DevicePlace(NamedTuple):
 def place_of(values: Iterable[Any]) -> DevicePlace | None:
     """Return the first device that holds one of these tensors or variables; None if the host holds all.
 
-    A symbolic tensor without a device is on TensorFlow's default device: that of an enclosing `tf.device`, or the first
+    A symbolic tensor without a device is on TensorFlow's default device: from an enclosing `tf.device`, or the first
     GPU.
     """
     if not types():

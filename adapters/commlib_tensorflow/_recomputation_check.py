@@ -108,23 +108,23 @@ def recomputation() -> Recomputation:
     """
     if _now.is_again:
         return Recomputation.AGAIN
-    found = Recomputation.NONE
+    kind = Recomputation.NONE
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and found is not Recomputation.AGAIN:  # a tf.recompute_grad may be nested in another one
-        found = _CALLERS.get(frame.f_code, found)
+    while frame is not None and kind is not Recomputation.AGAIN:  # a tf.recompute_grad may be nested in another one
+        kind = _CALLERS.get(frame.f_code, kind)
         frame = frame.f_back
-    return found
+    return kind
 
 
 def _callers() -> dict[CodeType, Recomputation]:
     names = {"inner": Recomputation.FIRST, "inner_recompute_grad": Recomputation.AGAIN}
-    found, left = {}, [tf.recompute_grad.__code__]
+    callers, left = {}, [tf.recompute_grad.__code__]
     while left:
         code = left.pop()
         left += [one for one in code.co_consts if isinstance(one, CodeType)]
         if code.co_name in names:
-            found[code] = names[code.co_name]
-    return found
+            callers[code] = names[code.co_name]
+    return callers
 
 
 _CALLERS = _callers()

@@ -1,7 +1,7 @@
 """Ordered verbs with gradients: see `commlib.tensor_verbs.gradients` for the backward of each.
 
 Eagerly a verb has a gradient if a tape watches its tensor. In a graph every verb on floating-point numbers has one, as
-gradients may be asked for later. A tape goes through the operations in an order that follows from the graph, so ranks
+gradients may be requested later. A tape goes through the operations in an order that follows from the graph, so ranks
 that compute the same function run the backwards in the same order; in a traced function they are nodes, in the order
 in which they were made.
 """
@@ -81,7 +81,7 @@ GRADIENTS: VerbGradients[Any] = VerbGradients(
 
 
 class _TensorForm:
-    """See `InputForm`. Its shape is a tensor where tracing does not know it."""
+    """See `InputForm`. Its shape is a tensor if it is unknown in tracing."""
 
     def __init__(self, tensor: Any) -> None:
         self.static, self._dtype = tensor.shape, tensor.dtype

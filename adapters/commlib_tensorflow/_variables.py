@@ -1,4 +1,4 @@
-"""Variables of optimizers: those of Keras, and plain ones of TensorFlow."""
+"""Variables of optimizers: Keras variables, and plain TensorFlow ones."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def broadcast_variables(
     Args:
         variables: Variables of tf or Keras.
         root_rank: The global rank whose values the others get.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         inplace: Unused; Horovod has it.
 
     Raises:
@@ -53,18 +53,18 @@ def broadcast_variables(
     """
     given = list(variables)
     local = set(places_of(given))
-    found = [variable for place, variable in enumerate(given) if place not in local]
-    if not found:
+    shared = [variable for place, variable in enumerate(given) if place not in local]
+    if not shared:
         return None
-    shards = [(getattr(variable, "path", ""), shard_of(variable)) for variable in found]
-    is_said = not (process_set is None or process_set is core.global_process_set)
-    if not is_said and (mesh := mesh_of(shards, core.require_world().size)) is not None:
+    shards = [(getattr(variable, "path", ""), shard_of(variable)) for variable in shared]
+    is_given = not (process_set is None or process_set is core.global_process_set)
+    if not is_given and (mesh := mesh_of(shards, core.require_world().size)) is not None:
         axes = axes_of_data(mesh)
         process_set = process_set_along(mesh, axes, "broadcast_variables")
         root_rank = find_acting_rank(mesh, axes, root_rank)
     check_same_shard("broadcast_variables", shards, core.process_set_of(process_set).ranks or ())
     tensors = []
-    for position, variable in enumerate(found):
+    for position, variable in enumerate(shared):
         label = getattr(variable, "path", None) or getattr(variable, "name", None) or f"entry {position}"
         if not hasattr(variable, "assign"):
             raise UsageError(f"broadcast_variables: {label} is a {type(variable).__name__}, expected a variable")
@@ -74,7 +74,7 @@ def broadcast_variables(
             raise UsageError(f"broadcast_variables: {label}: {error}") from error
     name = operation_name("BroadcastVariables", None)
     values = broadcast_tensors(tensors, root_rank, name, core.process_set_of(process_set))
-    updates = [variable.assign(value) for variable, value in zip(found, values, strict=True)]
+    updates = [variable.assign(value) for variable, value in zip(shared, values, strict=True)]
     return None if is_ordered() else tf.group(*updates)
 
 
@@ -146,8 +146,8 @@ def broadcast_object(
         obj: A picklable object.
         root_rank: The global rank whose values the others get.
         session: Unused; Horovod has it.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
@@ -169,8 +169,8 @@ def broadcast_object_fn(
     Args:
         root_rank: The global rank whose values the others get.
         session: Unused; Horovod has it.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> ct.broadcast_object_fn(root_rank=1)(f"rank {comm.rank}")
@@ -188,7 +188,7 @@ def allgather_object(
     Args:
         obj: A picklable object.
         session: Unused; Horovod has it.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
     """
     return core.allgather_object(obj, name, process_set)

@@ -100,16 +100,16 @@ def _of_optimizer(name: str, optimizer: Callable[[], Any], ready: Callable[[], l
         return variables_of(optimizer())
 
     def reducing() -> Any:
-        found = getattr(optimizer(), "inner_optimizer", optimizer())
-        return found if isinstance(found, DistributedMixin) else None
+        result = getattr(optimizer(), "inner_optimizer", optimizer())
+        return result if isinstance(result, DistributedMixin) else None
 
     def state() -> Any:
-        return {} if (found := reducing()) is None else found.compression_state()
+        return {} if (result := reducing()) is None else result.compression_state()
 
     def load(saved: Any) -> None:
-        if (found := reducing()) is not None and saved:
+        if (result := reducing()) is not None and saved:
             arrays = map_leaves(saved, lambda leaf: leaf.array() if isinstance(leaf, PackedTensor) else leaf)
-            found.load_compression_state(arrays)
+            result.load_compression_state(arrays)
 
     return {name: _of_variables(name, variables), f"{name}.compression": CheckpointPart(state, load, is_needed=False)}
 

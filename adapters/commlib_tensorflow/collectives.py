@@ -5,7 +5,7 @@ traced function they run when it runs, in trace order; graphs of TensorFlow 1 ha
 stay on the GPU (see `devices`); in a traced function only if no tensor of the call is int32.
 
 `recv` and `send_recv` take shape and dtype of the received tensor from a tensor `like` it. Every verb has an `_async`
-twin, for eager use only, that returns a `Work` at once. Errors are those of `commlib_tensorflow.errors`.
+twin, for eager use only, that returns a `Work` at once. Errors are in `commlib_tensorflow.errors`.
 
 The verbs differentiate; `commlib.tensor_verbs.gradients` has their backward. A tape watches the tensor on every rank or
 on none, every rank uses the result in its loss, and all ranks compute the same function. The `_async` twins, and the

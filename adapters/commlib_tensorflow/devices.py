@@ -8,7 +8,7 @@ TensorFlow works on its own streams, which Python cannot access. Its documentati
 So the memory is kept until the next `to_dlpack`, and a slot of a bucket is not written earlier either (`settle`);
 - `tf.py_function` runs on the device that it is placed on, and gets tensors in that device's memory, if the placement
 is known at trace time and no tensor is int32 (otherwise it runs on the host, with host memory);
-- int32 tensors of a GPU are mostly in host memory: `backing_device` tells for each one.
+- int32 tensors of a GPU are mostly in host memory: `backing_device` returns the device of each one.
 
 Both waits have a price: TensorFlow's queue drains once before and once after each operation, and for gradients once for
 each bucket that is sent during backward. This cannot be avoided, because TensorFlow does not expose its streams or
@@ -79,7 +79,7 @@ _BY_NAME: dict[str, DeviceBackend] = {}
 
 @cache
 def types() -> tuple[str, ...]:
-    """Return TensorFlow's device types, except the host's, of which this process has devices."""
+    """Return TensorFlow's device types, except the host's, that this process has devices of."""
     return tuple(where for where in _KINDS if tf.config.list_logical_devices(where))
 
 
@@ -90,11 +90,11 @@ def register(where: str, kind: DeviceBackend) -> Callable[[], None]:
     types.cache_clear()
 
     def end() -> None:
-        for table, key, kept in before:
-            if kept is None:
+        for table, key, old in before:
+            if old is None:
                 del table[key]
             else:
-                table[key] = kept
+                table[key] = old
         types.cache_clear()
 
     return end
@@ -122,7 +122,7 @@ _released: deque[Any] = deque()
 class _BorrowedMemory:
     """Owner of memory that TensorFlow has adopted: it dies when no tensor refers to the memory any more.
 
-    Until then it refers to the original array, so the lender knows that the array is in use.
+    Until then it refers to the original array, which marks it as in use.
     """
 
     def __init__(self, array: DeviceArray) -> None:
@@ -172,20 +172,20 @@ def finish_reads(arrays: Sequence[Any]) -> None:
             return
 
 
-def tensor_over(made: Any) -> Any:
+def tensor_over(array: Any) -> Any:
     """Return an eager tensor over a device array that nobody else writes to.
 
     The host waits until the work queued on this thread's stream is done.
     """
-    return tensors_over([made])[0]
+    return tensors_over([array])[0]
 
 
-def tensors_over(made: Sequence[Any], pairs: Sequence[bool] = ()) -> list[Any]:
+def tensors_over(lent: Sequence[Any], pairs: Sequence[bool] = ()) -> list[Any]:
     """Do the same as `tensor_over` for several arrays of one device. The host waits once.
 
     pairs: for each array, whether its last dimension holds real and imaginary part of complex numbers.
     """
-    arrays = [array if type(array) is DeviceArray else lookup(array).wrap(array, "a result") for array in made]
+    arrays = [array if type(array) is DeviceArray else lookup(array).wrap(array, "a result") for array in lent]
     if arrays:
         device = arrays[0].device
         wait_for(device.current().record(), core.require_world().watch(f"a result on {device.name}"))

@@ -48,7 +48,7 @@ NotInitializedError = _make_class(
     _tf.FailedPreconditionError,
     _tf.InvalidArgumentError,
     name="NotInitializedError",
-    doc="This call came before `init`, or after `shutdown`.",
+    doc="This call was made before `init`, or after `shutdown`.",
 )
 MismatchError = _make_class(core.MismatchError, _tf.FAILED_PRECONDITION, _tf.FailedPreconditionError, _tf.UnknownError)
 ShutdownError = _make_class(core.ShutdownError, _tf.FAILED_PRECONDITION, _tf.FailedPreconditionError, _tf.UnknownError)

@@ -18,8 +18,7 @@ from commlib.literals import Op
 from commlib.mesh_groups import Mesh
 from commlib.sharding.shard_replicas import axes_of_data, mesh_of
 from commlib_tensorflow._host_calls import no_autograph
-from commlib_tensorflow._local_shards import places_of
-from commlib_tensorflow._local_shards import reduce_local as reduced_apart
+from commlib_tensorflow._local_shards import places_of, reduce_local
 from commlib_tensorflow._shards import mark_gradient, mark_local, shard_of
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradients import GradientsByName, scale_gradient
@@ -80,19 +79,19 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         gradients = self._wrapped.gradient(target, sources, output_gradients, unconnected_gradients)
         flat_sources = tf.nest.flatten(sources)
         flat = tf.nest.flatten(gradients)
-        apart = places_of(flat_sources)
-        shared = [n for n, source in enumerate(flat_sources) if n not in apart and not self._is_local(source)]
-        self._ask_marks([flat_sources[index] for index in shared])
+        local_places = places_of(flat_sources)
+        shared = [n for n, source in enumerate(flat_sources) if n not in local_places and not self._is_local(source)]
+        self._set_ranks_from_marks([flat_sources[index] for index in shared])
         names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
         reduced = self._reducer([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
         factor = 1 / self._reducer.size if self._scale_local_gradients else 1.0
         answer = [scale_gradient(gradient, factor) for gradient in flat]
         for index, gradient in zip(shared, reduced, strict=True):
             answer[index] = gradient
-        if apart:
+        if local_places:
             op: Op = "sum" if self._reducer.op == core.Sum else "mean"
-            own, theirs = [flat[index] for index in apart], [flat_sources[index] for index in apart]
-            for index, gradient in zip(apart, reduced_apart(own, theirs, op, self._reducer.size), strict=True):
+            own, theirs = [flat[index] for index in local_places], [flat_sources[index] for index in local_places]
+            for index, gradient in zip(local_places, reduce_local(own, theirs, op, self._reducer.size), strict=True):
                 answer[index] = gradient
         for gradient, source in zip(answer, flat_sources, strict=True):
             mark_gradient(gradient, source)
@@ -101,7 +100,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return the gradients as pairs (source, gradient): those of local sources, and all others. Collective.
+        """Return the gradients as pairs (source, gradient): for local sources, and for all others. Collective.
 
         Both lists are in the order of `sources`, flattened.
         """
@@ -109,7 +108,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
         return [p for p in pairs if self._is_local(p[0])], [p for p in pairs if not self._is_local(p[0])]
 
-    def _ask_marks(self, sources: Sequence[Any]) -> None:
+    def _set_ranks_from_marks(self, sources: Sequence[Any]) -> None:
         """Reduce over the ranks with the same shards, if sources are sharded on a mesh without a process set."""
         if self._group is core.global_process_set:
             shards = [("", shard) for source in sources if (shard := shard_of(source)) is not None]

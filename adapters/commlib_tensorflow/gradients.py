@@ -94,7 +94,7 @@ class GradientsByName(NamedGradients):
     ) -> None:
         self.op = core.resolve_op(op)
         self._in_buckets = self.op in (core.Average, core.Sum)
-        asked = Options(
+        requested = Options(
             op="sum" if self.op == core.Sum else "mean",
             bucket_cap_mib=bucket_cap_mib,
             first_bucket_mib=first_bucket_mib,
@@ -104,13 +104,13 @@ class GradientsByName(NamedGradients):
             predivide=gradient_predivide_factor,
             sparse_as_dense=sparse_as_dense,
         )
-        if not self._in_buckets and (gradient_predivide_factor != 1 or asked.scheme):
+        if not self._in_buckets and (gradient_predivide_factor != 1 or requested.scheme):
             raise UsageError(f"op={self.op.name.capitalize()} takes neither compression nor gradient_predivide_factor")
-        self.compressor: Any = asked.compressor
+        self.compressor: Any = requested.compressor
         """The user's own compressor, if any: the tensors it makes go into buckets unchanged."""
-        options = replace(asked, compression=CompressionChoice()) if self.compressor else asked
+        options = replace(requested, compression=CompressionChoice()) if self.compressor else requested
         super().__init__(name, options, read_groups(groups, str), process_set)
-        self._asks_marks = asks_marks and (process_set is None or process_set is core.global_process_set)
+        self._reads_marks = asks_marks and (process_set is None or process_set is core.global_process_set)
 
     @no_autograph
     def __call__(
@@ -126,9 +126,9 @@ class GradientsByName(NamedGradients):
 
         `like` are the variables; they describe missing gradients. A gradient that is None only on some ranks counts as
         zeros there, and those ranks get the result too. But it raises MismatchError on every rank if the gradient is
-        sparse, or if its number is in `strict` (by default none eagerly and all in a graph, which cannot tell before it
-        runs whether a result will be None). In a graph the result is a `OptionalGradient` for numbers outside `strict`.
-        None stays None if no rank has a gradient.
+        sparse, or if its number is in `strict` (by default none eagerly, and all in a graph, where it is unknown
+        before the run whether a result will be None). In a graph the result is an `OptionalGradient` for numbers
+        outside `strict`. None stays None if no rank has a gradient.
 
         given_if: boolean tensors for some of the gradients, which count as None when False. Only in a graph.
 
@@ -156,8 +156,8 @@ class GradientsByName(NamedGradients):
         The first call is collective over all ranks. Raises UsageError if some of the ranks have other shards.
         """
         shards = list(zip(names, map(shard_of, variables), strict=False))
-        if self._asks_marks and any(shard is not None and not shard.is_local for _, shard in shards):
-            self._asks_marks = False
+        if self._reads_marks and any(shard is not None and not shard.is_local for _, shard in shards):
+            self._reads_marks = False
             if (mesh := mesh_of(shards, self.size)) is not None:
                 self.process_set = process_set_along(mesh, axes_of_data(mesh), self.name)
         check_same_shard(self.name, shards, self.process_set.ranks or ())
@@ -217,9 +217,9 @@ class GraphCall(GradientCall):
     def run(self) -> list[Any]:
         """Return the reduced gradients."""
         given = self._given
-        sent = {index: self._to_send(index) for index in self._dense}
+        messages = {index: self._to_send(index) for index in self._dense}
         slices: list[Any] = []
-        specs = [Spec.like(sent[index]) for index in self._dense]
+        specs = [Spec.like(messages[index]) for index in self._dense]
         for index in self._sparse:
             slices += [tf.cast(given[index].indices, tf.int64), given[index].values]
             specs += map(Spec.rows_of, slices[-2:])
@@ -229,11 +229,11 @@ class GraphCall(GradientCall):
         specs += [Spec(tf.bool, ())] * len(self._maybe)
         if not specs:  # nothing but None, but TensorFlow needs an output
             specs = [Spec(tf.int64, ())]
-        nodes = self._nodes(sent)
+        nodes = self._nodes(messages)
         if len(nodes) > 1:
-            answers = self._called(self._end, 0, [*slices, *self._gives(sent, nodes)], specs)
+            answers = self._called(self._end, 0, [*slices, *self._gives(messages, nodes)], specs)
         else:
-            dense = [sent[index] for index in self._dense]
+            dense = [messages[index] for index in self._dense]
             conditions = list(self._given_if.values())
             answers = self._called(self._all_at_once, len(dense), [*dense, *conditions, *slices], specs)
         results: list[Any] = [None] * len(given)
@@ -269,8 +269,8 @@ class GraphCall(GradientCall):
     def _to_send(self, index: int) -> Any:
         gradient = self._given[index]
         if self._compressor is not None:
-            sent, self._contexts[index] = self._compressor.compress(gradient)
-            return sent
+            message, self._contexts[index] = self._compressor.compress(gradient)
+            return message
         return encode_gradient(gradient, self._options)
 
     def _to_send_dtype(self, index: int) -> Any:
@@ -290,18 +290,18 @@ class GraphCall(GradientCall):
                 return tf.as_dtype(known.dtype)
         return tf.as_dtype(self._begun().gradients[index].dtype)
 
-    def _nodes(self, sent: Mapping[int, Any]) -> list[list[int]]:
+    def _nodes(self, messages: Mapping[int, Any]) -> list[list[int]]:
         """Return the gradients for each node that takes some; a single node if all are taken at the end."""
         if (
             self._given_if
             or tf.executing_eagerly()
-            or not all(tensor.shape.is_fully_defined() for tensor in sent.values())
+            or not all(tensor.shape.is_fully_defined() for tensor in messages.values())
         ):
             return [self._dense]
-        self._kinds = self._describe({index: (tensor.dtype, tensor.shape) for index, tensor in sent.items()})
+        self._kinds = self._describe({index: (tensor.dtype, tensor.shape) for index, tensor in messages.items()})
         return self._gradients.launches(self._kinds, self._call)
 
-    def _gives(self, sent: Mapping[int, Any], nodes: Sequence[Sequence[int]]) -> list[Any]:
+    def _gives(self, messages: Mapping[int, Any], nodes: Sequence[Sequence[int]]) -> list[Any]:
         """Make nodes that take gradients; return tensors that order the `end` node after them."""
 
         def giving(members: Sequence[int], begins: Any) -> Callable[..., list[Any]]:
@@ -317,7 +317,7 @@ class GraphCall(GradientCall):
         tokens: list[Any] = []
         for members in nodes:
             begins = self._kinds if not tokens and not first else None
-            given = [sent[index] for index in members]
+            given = [messages[index] for index in members]
             tokens += self._called(giving(members, begins), len(given), [*given, *first], token)
         return tokens
 
@@ -432,7 +432,7 @@ def gradient_of(name: str, dtype: Any, shape: Any, device: str = "cpu") -> Gradi
 
 
 def place_of_gradients(like: Sequence[Any]) -> DevicePlace | None:
-    """Return the place of gradients: that of their variables."""
+    """Return the place of gradients, which is the place of their variables."""
     if not is_ordered():
         return None
     known = [value.values if isinstance(value, tf.IndexedSlices) else value for value in like if value is not None]
@@ -446,13 +446,13 @@ def _order_of(given: Sequence[Any]) -> list[int]:
     if tf.executing_eagerly():
         return list(numbers)
     graph = tf.compat.v1.get_default_graph()
-    made = {operation: place for place, operation in enumerate(graph.get_operations())}
+    order = {operation: place for place, operation in enumerate(graph.get_operations())}
 
     def place(index: int) -> int:
         gradient = given[index]
         if gradient is None or isinstance(gradient, tf.IndexedSlices):
-            return len(made)  # last, when all others exist
-        return 0 if gradient.op.type == "Placeholder" else made.get(gradient.op, 0)
+            return len(order)  # last, when all others exist
+        return 0 if gradient.op.type == "Placeholder" else order.get(gradient.op, 0)
 
     return sorted(numbers, key=place)
 

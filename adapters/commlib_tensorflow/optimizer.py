@@ -63,7 +63,7 @@ def DistributedOptimizer(
     on all ranks.
 
     Ranks along "tp" have the same data, or shards of a variable: nothing is reduced over them. Variables that are
-    sharded along an axis of a mesh know the mesh: then none of `process_set`, `ranks` and `mesh` is needed, and the
+    sharded along an axis of a mesh record the mesh: then none of `process_set`, `ranks` and `mesh` is needed, and the
     first step is collective over all ranks.
 
     A gradient that is None only on some ranks counts as zeros there; if it is sparse, or with Keras 2 in a graph, it

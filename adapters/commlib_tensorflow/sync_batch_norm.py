@@ -34,7 +34,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     of Keras.
 
     Args:
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         *arguments: Arguments of `keras.layers.BatchNormalization`.
         **options: Arguments of `keras.layers.BatchNormalization`.
 
@@ -97,9 +97,9 @@ def _reduce_moments(
 
         def host(count: Array, mean: Array, squares: Array) -> list[Array]:
             compare(name or "SyncBatchNorm", group)
-            found = gather_statistics(np.concatenate([count, mean, squares]), len(mean), name, group)
-            divisor = np.maximum(found.count, 1)
-            return [_convert(array, mean.dtype) for array in (divisor, found.mean, found.variance)]
+            statistics = gather_statistics(np.concatenate([count, mean, squares]), len(mean), name, group)
+            divisor = np.maximum(statistics.count, 1)
+            return [_convert(array, mean.dtype) for array in (divisor, statistics.mean, statistics.variance)]
 
         total, mean, variance = call(host, [count, mean, squares], [Spec(x.dtype, channels)] * 3)
 

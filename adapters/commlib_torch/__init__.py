@@ -8,7 +8,7 @@ ct.broadcast_parameters(model.state_dict())
 optimizer = ct.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model.named_parameters())
 
 Ordered verbs are spelled as in MPI (`all_reduce`, a sum by default): all ranks must call them in the same order. Verbs
-that are spelled as in Horovod (`allreduce`, a mean by default) have names and run in any order. They are those of
+that are spelled as in Horovod (`allreduce`, a mean by default) have names and run in any order. They are from
 `commlib_torch.horovod`, and also here, so that a script of `horovod.torch` runs with a changed import.
 """
 
@@ -123,7 +123,7 @@ leave_uncompiled(
     ]
 )  # fmt: skip
 
-if not _typing.TYPE_CHECKING:  # type checkers know the names
+if not _typing.TYPE_CHECKING:  # type checkers have the names
 
     def __getattr__(name: str) -> object:
         raise _missing_attribute(f"module {__name__!r}", name, __all__)

@@ -113,10 +113,10 @@ class AttributeReads:
     def _note_missing(self, module: nn.Module, name: str) -> None:
         """Record that an attribute is missing, or is a layer, weight or buffer that is None."""
         own = object.__getattribute__(module, "__dict__")
-        found = [own[kind][name] for kind in ("_parameters", "_buffers", "_modules") if name in own[kind]]
-        if type(module).__getattr__ is nn.Module.__getattr__ and (not found or found[0] is None):
+        values = [own[kind][name] for kind in ("_parameters", "_buffers", "_modules") if name in own[kind]]
+        if type(module).__getattr__ is nn.Module.__getattr__ and (not values or values[0] is None):
             title = f"{self._paths[module] or self._title}.{name}"
-            self._note(module, name, title, None if found else MISSING)
+            self._note(module, name, title, None if values else MISSING)
 
     def _getter_of(self, kind: type) -> Any:
         read: Any = kind.__getattribute__
@@ -179,12 +179,12 @@ class AttributeReads:
 
 def _is_computed(owner: Any, name: str) -> bool:
     """Return whether an attribute is a method or a method's result."""
-    made = next((vars(kind)[name] for kind in type(owner).__mro__ if name in vars(kind)), MISSING)
-    if isinstance(made, cached_property):
+    attribute = next((vars(kind)[name] for kind in type(owner).__mro__ if name in vars(kind)), MISSING)
+    if isinstance(attribute, cached_property):
         return True
     if name in _own_attribute(owner):
         return False
-    return hasattr(made, "__get__") and not hasattr(made, "__objclass__")  # slots have it
+    return hasattr(attribute, "__get__") and not hasattr(attribute, "__objclass__")  # slots have it
 
 
 def _is_made_up(owner: Any, name: str) -> bool:

@@ -35,12 +35,12 @@ def listen(listener: Listener, parameters: Sequence[Tensor], *, before: Collecti
     def hook(method: str, index: int) -> Callable[[Tensor], None]:
         call = getattr(type(listener), method)
 
-        def heard(_: Tensor) -> None:
+        def on_hook(_: Tensor) -> None:
             listener = reference()
             if listener is not None:
                 call(listener, index)
 
-        return heard
+        return on_hook
 
     handles: list[Any] = []
     for index, parameter in enumerate(parameters):
@@ -51,7 +51,7 @@ def listen(listener: Listener, parameters: Sequence[Tensor], *, before: Collecti
 
 
 class Member(Protocol):
-    """Takes part in backward passes."""
+    """Participates in backward passes."""
 
     serial: int
 
@@ -105,7 +105,7 @@ class BackwardPasses:
     def as_one(self, comm: Any, stages: nn.Module) -> Iterator[None]:
         """Treat all backwards within the context as one, such as those of a pipeline's microbatches; it ends with it.
 
-        comm: the ranks that run it together. stages: those of this rank. Members that several of these ranks share
+        comm: the ranks that run it together. stages: this rank's stages. Members that several of these ranks share
         continue to `end_shared`, because their gradients may exist on some ranks only.
         """
         self._is_one, self.pipeline = True, (comm, stages)
@@ -119,7 +119,7 @@ class BackwardPasses:
 
     @contextmanager
     def shared(self, comm: Any) -> Iterator[None]:
-        """Run a pipeline step; if it fails, members that several of its ranks share give up their passes."""
+        """Run a pipeline step; if it fails, members that several of its ranks share abandon their passes."""
         self.begun = []
         try:
             yield
@@ -138,9 +138,9 @@ class BackwardPasses:
         """
         begun = {member.label for member in self.begun}
         own = {member.label: member for member in self.members if member.is_shared(comm)}
-        told = comm.all_gather_object((begun, set(own)))
-        for label in sorted(set().union(*(theirs for theirs, _ in told))):
-            places = zip(world_ranks(comm), told, strict=True)
+        reports = comm.all_gather_object((begun, set(own)))
+        for label in sorted(set().union(*(theirs for theirs, _ in reports))):
+            places = zip(world_ranks(comm), reports, strict=True)
             if lacking := [rank for rank, (_, has) in places if rank in label[0] and label not in has]:
                 raise UsageError(
                     f"a step of a pipeline has produced gradients that ranks {list(label[0])} reduce together, but "

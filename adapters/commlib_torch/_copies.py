@@ -53,14 +53,14 @@ def _memo(modules: list[nn.Module]) -> dict[int, Any]:
 
 def _uncopyable(module: nn.Module) -> list[Any]:
     """Return the attributes of a module that cannot be copied, such as a lock or a file: the copy shares them."""
-    found = []
+    paths = []
     for name, one in vars(module).items():
         if name not in OF_MODULES:
             try:
                 copy.deepcopy(one)
             except Exception:
-                found.append(one)
-    return found
+                paths.append(one)
+    return paths
 
 
 def _modules_in(value: Any) -> list[nn.Module]:

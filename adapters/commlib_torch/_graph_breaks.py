@@ -91,11 +91,11 @@ class _CompilerFinder:
         if loader is not None:
             load = loader.exec_module
 
-            def load_and_tell(module: Any) -> None:
+            def load_and_configure(module: Any) -> None:
                 load(module)
                 _configure(self._names)
 
-            loader.exec_module = load_and_tell
+            loader.exec_module = load_and_configure
         return spec
 
 

@@ -33,7 +33,7 @@ class Guards:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, str], _Guard] = {}
+        self._guards: dict[tuple[int, str], _Guard] = {}
 
     def note(self, owner: Any, name: str, title: str, value: Any, *, is_shown: bool = False) -> None:
         """Record an attribute of an object, or an item of a dictionary of globals.
@@ -41,16 +41,16 @@ class Guards:
         is_shown: for a tensor that the graph's operations use directly: its values may change, but not its identity.
         """
         key = id(owner), name
-        if key not in self._found:
-            self._found[key] = _Guard(owner, name, title, value, is_shown)
+        if key not in self._guards:
+            self._guards[key] = _Guard(owner, name, title, value, is_shown)
 
     def add(self, other: Guards) -> None:
         """Add the values of another trace."""
-        self._found = other._found | self._found
+        self._guards = other._guards | self._guards
 
     def check(self) -> None:
         """Raise UsageError, with old and new value, if a value has changed since."""
-        for one in self._found.values():
+        for one in self._guards.values():
             if change := one.change():
                 raise UsageError(f"pipeline: {change}: {_ADVICE}")
 
@@ -80,8 +80,8 @@ class _Guard:
         value = self._value
         if now is value or (type(value) is _Identity and value.is_still(now)):
             return ""
-        found = _Identity(now, self._is_shown) if self._is_shown else freeze(now)
-        if type(now) is self._kind and (found == value or (found != found and value != value)):
+        state = _Identity(now, self._is_shown) if self._is_shown else freeze(now)
+        if type(now) is self._kind and (state == value or (state != state and value != value)):
             return ""
         text = _shown(now)
         other = f"is {text} now" if text != self._text else "is another object now, or has changed"
@@ -89,7 +89,7 @@ class _Guard:
 
 
 class _Identity:
-    """Stands for an object that is equal only to itself, in its current state."""
+    """Represents an object that is equal only to itself, in its current state."""
 
     __slots__ = ("_get", "_version")
 

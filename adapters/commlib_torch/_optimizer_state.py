@@ -33,17 +33,17 @@ def named_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states of all ranks. Groups with the same index are merged if all their settings are equal."""
     state: dict[str, Any] = {}
-    found: list[tuple[int, dict[str, Any]]] = []
+    groups: list[tuple[int, dict[str, Any]]] = []
     for own in states:
         state |= own["state"]
         for place, more in enumerate(own["param_groups"]):
-            like = next((group for number, group in found if number == place and _are_alike(group, more)), None)
+            like = next((group for number, group in groups if number == place and _are_alike(group, more)), None)
             if like is None:
-                found.append((place, dict(more)))
+                groups.append((place, dict(more)))
             else:
                 like["params"] = [*like["params"], *(name for name in more["params"] if name not in like["params"])]
-    found.sort(key=lambda item: item[0])
-    return {"state": state, "param_groups": [group for _, group in found]}
+    groups.sort(key=lambda item: item[0])
+    return {"state": state, "param_groups": [group for _, group in groups]}
 
 
 def load_named(

@@ -33,14 +33,14 @@ def check_ready(model: Any) -> None:
     check_shapes(model, "pipeline", "a pipeline")
 
 
-def check_shapes(model: Any, call: str, who: str) -> None:
+def check_shapes(model: Any, call: str, caller: str) -> None:
     """Raise UsageError for a model with weights that have no shapes yet."""
     for name, layer in _layers(model):
         if lazy := _lazy(layer):
             what = f"layer {name}" if name else "the model"
             raise UsageError(
                 f"{call}: {what} ({type(layer).__name__}) is lazy: its {lazy} get their shapes from a first batch, "
-                f"and {who} needs them earlier: run the model once, with the same seed on every rank, such as with "
+                f"and {caller} needs them earlier: run the model once, with the same seed on every rank, such as with "
                 "torch.no_grad(): model(x[:2])"
             )
 

@@ -126,5 +126,5 @@ class _RecordedVerb(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[None, None, Tensor, None]:
-        found = GRADIENTS.gradient(ctx.verb, ctx.form, gradient)
-        return None, None, found.reshape(ctx.form.shape), None
+        derivative = GRADIENTS.gradient(ctx.verb, ctx.form, gradient)
+        return None, None, derivative.reshape(ctx.form.shape), None

@@ -1,4 +1,4 @@
-"""Scaled steps: find the GradScaler of an optimizer's step, and check that it asks all necessary ranks.
+"""Scaled steps: find the GradScaler of an optimizer's step, and check that it covers all necessary ranks.
 
 If ranks have different weights, one rank alone may find an infinity: it skips the step and halves its scale, unless all
 ranks do. This check does not run on a rank that skips, but on all others, so ranks cannot diverge silently.
@@ -18,7 +18,7 @@ from commlib_torch.loss_scale import GradScaler
 
 _STEP = torch.amp.GradScaler.step.__code__
 _ASKS = ("_unscale_grads_", "unscale_")
-"""The methods in which a scaler looks for infinities; a subclass may ask other ranks in them."""
+"""The methods in which a scaler looks for infinities; a subclass may query other ranks in them."""
 
 
 def scaler_of_step() -> torch.amp.GradScaler | None:
@@ -35,17 +35,17 @@ def scaler_of_step() -> torch.amp.GradScaler | None:
 
 
 def check_scaler(scaler: torch.amp.GradScaler, ranks: Collection[int], what: str, advice: str) -> None:
-    """Raise UsageError unless a scaler asks all of the given ranks (global) whether one found an infinity.
+    """Raise UsageError unless a scaler checks all of the given ranks (global) for infinities.
 
     what: the objects that differ among these ranks. advice: the right scaler.
     """
     if len(ranks) < 2:
         return
     if isinstance(scaler, GradScaler):
-        asked = world_ranks(scaler.comm)
-        if lacking := sorted(set(ranks) - set(asked)):
+        covered = world_ranks(scaler.comm)
+        if lacking := sorted(set(ranks) - set(covered)):
             raise UsageError(
-                f"GradScaler: it asks global ranks {list(asked)} whether to skip a step, but ranks {lacking} have "
+                f"GradScaler: it queries global ranks {list(covered)} whether to skip a step, but ranks {lacking} have "
                 f"other {what}: some would step and some not. Use {advice}"
             )
     elif all(getattr(type(scaler), name) is getattr(torch.amp.GradScaler, name) for name in _ASKS):

@@ -1,4 +1,4 @@
-"""Shard marks in state dicts: each tensor knows its shard, and a file stores a description of it.
+"""Shard marks in state dicts: each tensor has a mark of its shard, and a file stores a description of it.
 
 A file contains no communicator. Values that a rank saves by itself are for the same rank of an equally large group:
 another rank would mistake the shard for its own, which has the same shape.

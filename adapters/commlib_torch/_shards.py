@@ -53,22 +53,22 @@ def shard_of(parameter: Tensor) -> Shard | None:
         >>> shard_of(model[0].weight).sharding.shape
         (6, 4)
     """
-    found = getattr(parameter, _MARK, None)
-    return found.shard if type(found) is ShardMark else found if type(found) is Shard else None
+    shard = getattr(parameter, _MARK, None)
+    return shard.shard if type(shard) is ShardMark else shard if type(shard) is Shard else None
 
 
 def sharded_parameter_of(tensor: Tensor) -> Tensor | None:
     """Return the sharded parameter whose memory a tensor shares; None if there is none."""
     if not _DIVIDED or tensor.layout is not torch.strided or not (memory := tensor.untyped_storage().data_ptr()):
         return None
-    known = (found for reference in list(_DIVIDED.values()) if (found := reference()) is not None)
+    known = (own for reference in list(_DIVIDED.values()) if (own := reference()) is not None)
     return next((one for one in known if not one.is_meta and one.untyped_storage().data_ptr() == memory), None)
 
 
 def shards_of(module: nn.Module) -> Mapping[str, Shard]:
     """Return the shards of a module's own parameters and buffers, by their names."""
-    found: Mapping[str, Shard] = vars(module).get(_SHARDS, {})
-    return found
+    shards: Mapping[str, Shard] = vars(module).get(_SHARDS, {})
+    return shards
 
 
 def describe(module: nn.Module, name: str, shard: Shard) -> None:
@@ -106,8 +106,8 @@ def change_shard(module: nn.Module, name: str, shard: Shard) -> None:
 
 def _get_held(module: nn.Module, name: str) -> Tensor | None:
     """Return a module's own parameter or buffer by name."""
-    found: Tensor | None = vars(module)["_parameters"].get(name)
-    return vars(module)["_buffers"].get(name) if found is None else found
+    parameter: Tensor | None = vars(module)["_parameters"].get(name)
+    return vars(module)["_buffers"].get(name) if parameter is None else parameter
 
 
 class ShardedModule(nn.Module):
@@ -153,9 +153,9 @@ def _mark(parameter: Tensor, shard: Shard) -> None:
     def copied(memo: dict[int, Any]) -> nn.Parameter:
         original = reference()
         assert original is not None  # it is being copied
-        found: nn.Parameter = nn.Parameter.__deepcopy__(original, memo)
-        _mark(found, shard)
-        return found
+        copy: nn.Parameter = nn.Parameter.__deepcopy__(original, memo)
+        _mark(copy, shard)
+        return copy
 
     setattr(parameter, _MARK, shard)
     setattr(parameter, "__deepcopy__", copied)  # noqa: B010  # set on this object, not on its class

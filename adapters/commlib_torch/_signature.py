@@ -73,11 +73,13 @@ class ForwardCall:
 
     def leaves(self) -> list[tuple[str, Any]]:
         """Return each value with its name, containers element by element."""
-        found: list[tuple[str, Any]] = []
+        leaves_by_name: list[tuple[str, Any]] = []
         for name, value in self.values.items():
             leaves = _leaves(value)
-            found += [(name, value)] if leaves is None else [(f"{name}_{n}", one) for n, one in enumerate(leaves)]
-        return found
+            leaves_by_name += (
+                [(name, value)] if leaves is None else [(f"{name}_{n}", one) for n, one in enumerate(leaves)]
+            )
+        return leaves_by_name
 
     def arguments(self, free: Callable[[str], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, with free values replaced by `free(name)`."""
@@ -88,8 +90,8 @@ class ForwardCall:
                 values[name] = free(PREFIX + name) if name in self.free else value
                 continue
             named = [(f"{name}_{n}", one) for n, one in enumerate(leaves)]
-            made = [free(PREFIX + place) if place in self.free else one for place, one in named]
-            values[name] = pytree.tree_unflatten(made, pytree.tree_flatten(value)[1])
+            nodes = [free(PREFIX + place) if place in self.free else one for place, one in named]
+            values[name] = pytree.tree_unflatten(nodes, pytree.tree_flatten(value)[1])
         bound = inspect.BoundArguments(self.signature, values)
         return bound.args, bound.kwargs
 
@@ -97,32 +99,32 @@ class ForwardCall:
         """Return the free values of a call, by their names in graphs. Raises UsageError if other values differ."""
         bound = _bound(self.signature, args, options)
         bound.apply_defaults()
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, expected in self.values.items():
             value = bound.arguments[name]
             leaves = _leaves(expected)
             if leaves is None:
-                self._take(found, name, value, expected)
+                self._take(values, name, value, expected)
                 continue
             ours, spec = pytree.tree_flatten(value)
             if spec != pytree.tree_flatten(expected)[1]:
                 raise self._other(name, f"a {type(value).__name__} of {len(ours)} values", f"{len(leaves)} in a nest")
             for number, (one, other) in enumerate(zip(ours, leaves, strict=True)):
-                self._take(found, f"{name}_{number}", one, other)
-        return found
+                self._take(values, f"{name}_{number}", one, other)
+        return values
 
-    def _take(self, found: dict[str, Any], name: str, value: Any, expected: Any) -> None:
+    def _take(self, values: dict[str, Any], name: str, value: Any, expected: Any) -> None:
         if name in self.free:
             if expected is GIVEN and value is None:
                 raise self._other(name, "None", "a tensor")
-            found[PREFIX + name] = value
+            values[PREFIX + name] = value
         elif value is not expected and (type(value) is not type(expected) or value != expected):
-            got = "a tensor" if isinstance(value, Tensor) else repr(value)
-            raise self._other(name, got, repr(expected))
+            text = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise self._other(name, text, repr(expected))
 
-    def _other(self, name: str, got: str, expected: str) -> UsageError:
+    def _other(self, name: str, text: str, expected: str) -> UsageError:
         return UsageError(
-            f"pipeline: forward's {name} is {got}; the model was split for {name} = {expected}, and its operations "
+            f"pipeline: forward's {name} is {text}; the model was split for {name} = {expected}, and its operations "
             "depend on it: pass pipeline(example=) with the arguments of each step"
         )
 

@@ -38,7 +38,7 @@ class Snapshot:
 
     def __init__(self, paths: Mapping[nn.Module, str]) -> None:
         self._seen: set[int] = set()
-        self._kept: list[tuple[str, str, Callable[[], bool]]] = []
+        self._restorers: list[tuple[str, str, Callable[[], bool]]] = []
         """The path of a module, a value's title, and a function that restores it and returns whether it had changed."""
         for module, path in paths.items():
             self._attributes(module, path)
@@ -50,7 +50,7 @@ class Snapshot:
 
     def restore(self) -> list[tuple[str, str]]:
         """Restore all values. Return the changed ones: the path of a module, and the title."""
-        return [(path, title) for path, title, put_back in reversed(self._kept) if put_back()]
+        return [(path, title) for path, title, put_back in reversed(self._restorers) if put_back()]
 
     def knows(self, value: Any) -> bool:
         """Return whether the snapshot has visited an object."""
@@ -77,7 +77,7 @@ class Snapshot:
                 self._walk(value, path, f"{kind.__name__}.{name}")
 
     def _keep(self, path: str, title: str, put_back: Callable[[], bool]) -> None:
-        self._kept.append((path, title, put_back))
+        self._restorers.append((path, title, put_back))
 
     def _walk(self, value: Any, path: str, title: str) -> None:
         """Save a value and its contents."""
@@ -101,15 +101,15 @@ class Snapshot:
 
     def _function(self, function: FunctionType, path: str) -> list[tuple[Any, str]]:
         """Save a function's outer values: globals, and closure cells."""
-        found = []
+        values = []
         for name, value in globals_of(function):
             title = f"the global {name}"
             self._keep(path, title, _item_restorer(function.__globals__, name, value))
-            found.append((value, title))
+            values.append((value, title))
         for name, cell, value in cells_of(function):
             self._keep(path, name, _cell_restorer(cell, value))
-            found.append((value, name))
-        return found
+            values.append((value, name))
+        return values
 
 
 _NOT_LOOKED_INTO = (nn.Module, nn.Parameter, type, ModuleType, str, bytes, int, float, complex, type(None), torch.dtype)
@@ -145,16 +145,16 @@ def named_in(code: CodeType) -> set[str]:
 
 def methods_of(kind: type) -> list[FunctionType]:
     """Return the functions of a module class that its call may run: forward, and the methods it names."""
-    found: dict[str, FunctionType] = {}
+    functions: dict[str, FunctionType] = {}
     waiting = ["forward"]
     while waiting:
         name = waiting.pop()
-        made = next((vars(one)[name] for one in own_classes(kind) if name in vars(one)), None)
-        made = getattr(made, "fget", None) or getattr(made, "__func__", made)  # of a property, a static method
-        if isinstance(made, FunctionType) and name not in found:
-            found[name] = made
-            waiting += named_in(inspect.unwrap(made).__code__)
-    return list(found.values())
+        member = next((vars(one)[name] for one in own_classes(kind) if name in vars(one)), None)
+        member = getattr(member, "fget", None) or getattr(member, "__func__", member)  # of a property, a static method
+        if isinstance(member, FunctionType) and name not in functions:
+            functions[name] = member
+            waiting += named_in(inspect.unwrap(member).__code__)
+    return list(functions.values())
 
 
 def globals_of(function: FunctionType) -> list[tuple[str, Any]]:
@@ -294,11 +294,11 @@ def _attributes_restorer(owner: Any, own: dict[str, Any]) -> Callable[[], bool]:
     """Return a function that restores the attributes of an object, except cached properties."""
     kind = type(owner)
     cached = {name for one in kind.__mro__ for name, value in vars(one).items() if isinstance(value, cached_property)}
-    apart = cached | OF_MODULES if isinstance(owner, nn.Module) else cached
-    before = {name: value for name, value in own.items() if name not in apart}
+    excluded = cached | OF_MODULES if isinstance(owner, nn.Module) else cached
+    before = {name: value for name, value in own.items() if name not in excluded}
 
     def put_back() -> bool:
-        now = {name: value for name, value in own.items() if name not in apart}
+        now = {name: value for name, value in own.items() if name not in excluded}
         if _is_same(now, before):
             return False
         for name in now.keys() - before.keys():

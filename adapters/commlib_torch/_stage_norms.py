@@ -24,7 +24,7 @@ def note_stages(pipe: Any, comm: Communicator, is_counted_elsewhere: Callable[[T
 def group_by_stages(parameters: Sequence[Tensor]) -> Iterator[tuple[Communicator | None, list[Tensor]]]:
     """Yield groups of parameters of a norm, with the ranks that have the other stages; None for a local group.
 
-    Parameters of a pipeline stand for the whole model if they include all of this rank's that have gradients. Otherwise
+    Parameters of a pipeline represent the whole model if they include all of this rank's that have gradients. Otherwise
     they are a local selection, such as those of one layer.
     """
     left = {id(parameter): parameter for parameter in parameters}
@@ -54,8 +54,8 @@ def refuse_whole_stages(gradients: Iterable[Tensor]) -> None:
 
 def _own_parameters(pipe: weakref.ref[Any]) -> list[Tensor]:
     """Return the parameters of this rank's stages that may have gradients, or the placeholder of a rank without any."""
-    found = pipe()
-    if found is None:
+    pipeline = pipe()
+    if pipeline is None:
         return []
-    parameters = list(found.parameters())
+    parameters = list(pipeline.parameters())
     return [one for one in parameters if one.requires_grad or one.grad is not None] or parameters

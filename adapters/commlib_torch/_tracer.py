@@ -109,7 +109,7 @@ class _Tracer(fx.Tracer):
 
     def __init__(self, model: nn.Module, call: ForwardCall, whole: Mapping[type, str], leaves: Collection[str]) -> None:
         super().__init__()
-        self._call, self._whole, self._kept = call, whole, leaves
+        self._call, self._whole, self._leaf_names = call, whole, leaves
         self._within = [""]
         self._making_arguments = 0
         self._proxies: list[tuple[weakref.ref[fx.Proxy], str, str]] = []
@@ -139,7 +139,12 @@ class _Tracer(fx.Tracer):
         is_leaf = super().is_leaf_module(m, module_qualified_name) or isinstance(m, torch.jit.ScriptModule)
         if is_leaf or type(m).__module__.startswith("commlib_torch."):
             return True
-        if module_qualified_name in self._kept or type(m) in self._whole or hooks_of(m) or has_state_of_its_own(m):
+        if (
+            module_qualified_name in self._leaf_names
+            or type(m) in self._whole
+            or hooks_of(m)
+            or has_state_of_its_own(m)
+        ):
             self.leaves.append(module_qualified_name)
             return True
         return False
@@ -195,9 +200,9 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Record all proxies, to find those that outlive the call."""
-        made = _Proxy(node, self)
-        self._proxies.append((weakref.ref(made), self._within[-1], node.name))
-        return made
+        traced = _Proxy(node, self)
+        self._proxies.append((weakref.ref(traced), self._within[-1], node.name))
+        return traced
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Record a truth test of a value by a forward."""
@@ -236,9 +241,9 @@ class _Tracer(fx.Tracer):
     # Operations that a trace cannot represent
 
     def _fault(self, why: str, path: str | None = None) -> None:
-        found = Fault(self._within[-1] if path is None else path, why)
-        if found not in self.faults:
-            self.faults.append(found)
+        fault = Fault(self._within[-1] if path is None else path, why)
+        if fault not in self.faults:
+            self.faults.append(fault)
 
     def record_type_test(self) -> None:
         """Record a type test of a value by a forward."""
@@ -257,10 +262,10 @@ class _Tracer(fx.Tracer):
                 gc.collect(generation)
             if all(ref() is None for ref, *_ in self._proxies):
                 return []
-        kept = [(path, name) for ref, path, name in self._proxies if ref() is not None]
+        alive = [(path, name) for ref, path, name in self._proxies if ref() is not None]
         for ref, *_ in self._proxies:
             _remove_value(ref)
-        return [Fault(path, f"stores a value ({name}) where only this call would put it") for path, name in kept[:1]]
+        return [Fault(path, f"stores a value ({name}) where only this call would put it") for path, name in alive[:1]]
 
     def _stop(self, why: str) -> None:
         self._fault(why)
@@ -490,8 +495,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """Return the hooks that a call of a module runs, except those of this package."""
-    found = [hook for name in _HOOKS if (hooks := getattr(module, name, None)) for hook in hooks.values()]
-    return [hook for hook in found if not _is_ours(hook)]
+    all_hooks = [hook for name in _HOOKS if (hooks := getattr(module, name, None)) for hook in hooks.values()]
+    return [hook for hook in all_hooks if not _is_ours(hook)]
 
 
 def _is_ours(hook: Any) -> bool:
@@ -529,17 +534,17 @@ def is_operator_in_place(name: str) -> bool:
 
 def _remove_value(ref: weakref.ref[fx.Proxy]) -> None:
     """Remove a traced value from the containers that hold it."""
-    if (found := ref()) is None:
+    if (value := ref()) is None:
         return
-    for holder in gc.get_referrers(found):
+    for holder in gc.get_referrers(value):
         if isinstance(holder, list | deque):
-            kept = [one for one in holder if one is not found]
+            others = [one for one in holder if one is not value]
             holder.clear()
-            holder.extend(kept)
+            holder.extend(others)
         elif isinstance(holder, set):
-            holder.discard(found)
+            holder.discard(value)
         elif isinstance(holder, dict):
-            for key in [key for key, one in holder.items() if one is found]:
+            for key in [key for key, one in holder.items() if one is value]:
                 del holder[key]
 
 

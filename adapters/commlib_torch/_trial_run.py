@@ -78,20 +78,20 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     known: dict[int, Any] = {}
 
     def of(one: Any) -> Any:
-        kind, made = type(one), known.get(id(one))
-        if made is not None:
-            return made
+        kind, mapped = type(one), known.get(id(one))
+        if mapped is not None:
+            return mapped
         if kind is dict:
-            made = known[id(one)] = {}
-            made.update((key, of(part)) for key, part in one.items())
+            mapped = known[id(one)] = {}
+            mapped.update((key, of(part)) for key, part in one.items())
         elif kind is list:
-            made = known[id(one)] = []
-            made.extend(map(of, one))
+            mapped = known[id(one)] = []
+            mapped.extend(map(of, one))
         elif kind is tuple:
             return tuple(map(of, one))
         elif isinstance(one, tuple) and hasattr(one, "_fields"):
             return kind(*map(of, one))
-        return change(one) if made is None else made
+        return change(one) if mapped is None else mapped
 
     return of(value)
 

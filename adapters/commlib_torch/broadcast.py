@@ -48,13 +48,13 @@ def broadcast_parameters(
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or an iterable of tensors, of any shapes and dtypes.
         root_rank: The global rank whose values the others get.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
     Raises:
         MismatchError: On every rank if ranks give different names, shapes or dtypes.
-        UsageError: For values that are not tensors, and for sharded parameters of which some of the ranks have other
+        UsageError: For values that are not tensors, and for sharded parameters if some of the ranks have other
             shards.
     """
     group, source = _ranks("broadcast_parameters", root_rank, root, process_set, ranks)
@@ -96,7 +96,7 @@ def broadcast_optimizer_state(
         optimizer: The optimizer.
         root_rank: The global rank whose values the others get.
         model: Unused; Horovod needs it for some optimizers.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
 
@@ -162,8 +162,8 @@ def _shard_ranks(
 ) -> tuple[BroadcastRanks, int]:
     """Return the ranks with the same shards, and their root, unless the caller chose ranks. Raises UsageError."""
     comm = group if isinstance(group, Communicator) else None
-    if comm is None and process_set is None and (found := find_shard_replicas(what, shards, group)) is not None:
-        group, source, comm = found.comm, found.root(source), found.comm
+    if comm is None and process_set is None and (replicas := find_shard_replicas(what, shards, group)) is not None:
+        group, source, comm = replicas.comm, replicas.root(source), replicas.comm
     everyone = process_set_of(process_set).ranks or () if comm is None else world_ranks(comm)
     check_same_shard(what, shards, everyone)
     return group, source

@@ -73,11 +73,11 @@ class Checkpoint(core.Checkpoint):
 def _parts(name: str, value: Stateful) -> dict[str, CheckpointPart]:
     """Return the parts of one value. An optimizer's compression state is a separate part, local to each rank."""
     if not isinstance(value, torch.optim.Optimizer):
-        found = {}
+        parts = {}
         if isinstance(value, nn.Module) and owners_of(value):  # before values, which do not identify their experts
-            found[f"{name}.experts"] = CheckpointPart(lambda: owners_of(value), lambda saved: put_owners(value, saved))
-        found[name] = CheckpointPart(lambda: pack(value.state_dict(), name), _loading(value.load_state_dict))
-        return found
+            parts[f"{name}.experts"] = CheckpointPart(lambda: owners_of(value), lambda saved: put_owners(value, saved))
+        parts[name] = CheckpointPart(lambda: pack(value.state_dict(), name), _loading(value.load_state_dict))
+        return parts
     remembered: dict[str, Any] = {}
 
     def own() -> Any:
@@ -106,10 +106,10 @@ def _loading(load: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 def _generators() -> dict[str, Any]:
-    found = {**generators.state(), "torch": torch.get_rng_state()}
+    states = {**generators.state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
-    return dict(pack(found, RANDOM))
+        states["cuda"] = torch.cuda.get_rng_state()
+    return dict(pack(states, RANDOM))
 
 
 def _load_generators(saved: dict[str, Any]) -> None:

@@ -119,14 +119,14 @@ def values_of(gradient: Tensor) -> Tensor:
 
 def squares_of(gradients: Sequence[Tensor]) -> Iterator[float]:
     """Yield the sum of squares of each tensor. The host waits once per GPU, for the sums of all its tensors."""
-    asked: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for values in gradients:
         if not _is_summed_here(values):
             norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-            asked.setdefault(values.device, []).append(norm.square())
-    told = {device: iter(torch.stack(squares).tolist()) for device, squares in asked.items()}
+            by_device.setdefault(values.device, []).append(norm.square())
+    numbers = {device: iter(torch.stack(squares).tolist()) for device, squares in by_device.items()}
     for values in gradients:
-        yield sum_of_squares(to_array(values)) if _is_summed_here(values) else next(told[values.device])
+        yield sum_of_squares(to_array(values)) if _is_summed_here(values) else next(numbers[values.device])
 
 
 def _is_summed_here(values: Tensor) -> bool:

@@ -3,7 +3,7 @@
 Contiguous tensors are read and written in place, on the host or on this process's GPU; others may have any strides.
 Every verb has an `_async` twin that returns a `Work` at once; do not touch its tensors before the wait has returned. On
 a GPU a verb runs after the work on torch's current stream, and later work on that stream runs after the verb. The host
-does not wait for the GPU, unless data goes through its memory, or `wait(host=True)` asks for it. Every rank must have
+does not wait for the GPU, unless data goes through its memory, or `wait(host=True)` requests it. Every rank must have
 its tensors on the same type of device.
 
 The verbs differentiate; `commlib.tensor_verbs.gradients` has their backward. A tensor requires a gradient on every rank

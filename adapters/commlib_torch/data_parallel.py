@@ -45,7 +45,7 @@ class DataParallel(nn.Module, Reporting):
     collective. An exception in backward may be caught: the next forward then notifies the other ranks, whose own
     backward raises MismatchError, so all ranks leave this step out.
 
-    Names are those of the wrapped module in `state_dict()`, `load_state_dict()` and `named_parameters()`: checkpoints
+    Names are the wrapped module's in `state_dict()`, `load_state_dict()` and `named_parameters()`: checkpoints
     are interchangeable with those of a single-process program. Attributes that this class lacks are looked up in
     `module`. A copy or a pickle computes the same but reduces nothing.
 
@@ -121,7 +121,7 @@ class DataParallel(nn.Module, Reporting):
         return self.module(*args, **kwargs)
 
     def _prepare(self, gradients: AutogradReducer) -> None:
-        """Give up a backward whose exception was caught; take in new and newly unfrozen parameters."""
+        """Abandon a backward whose exception was caught; take in new and newly unfrozen parameters."""
         if gradients.reducer.active and torch._C._current_graph_task_id() == -1:
             gradients.give_up()
         if not self._has_changed():
@@ -204,7 +204,7 @@ class DataParallel(nn.Module, Reporting):
             )
 
     def synchronize(self) -> None:
-        """Take part in the reduction of this step on a rank that runs no backward in it. Collective.
+        """Join the reduction of this step on a rank that runs no backward in it. Collective.
 
         It also reduces gradients that were put into `.grad` by hand.
         """
@@ -223,7 +223,7 @@ class DataParallel(nn.Module, Reporting):
     def compression_state(self) -> dict[str, Any]:
         """Return this rank's compression state (error feedback) for `load_compression_state`; {} without any.
 
-        It is not in `state_dict()`, which is that of the wrapped module.
+        It is not in `state_dict()`, which is the wrapped module's.
         """
         if self._gradients is None:
             return {}

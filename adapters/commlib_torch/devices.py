@@ -68,8 +68,8 @@ class Cuda:
         return process.device(tensor.device.index)
 
     def used(self) -> Device | None:
-        found = process.find_used()
-        return found if found is not None and torch.cuda.is_initialized() else None
+        memory = process.find_used()
+        return memory if memory is not None and torch.cuda.is_initialized() else None
 
     def stream(self, device: Any) -> Stream:
         stream: Stream = device.existing(torch.cuda.current_stream(device.index).cuda_stream)
@@ -156,7 +156,7 @@ _NOTHING = nullcontext()
 
 
 def use_device_streams() -> AbstractContextManager[Any]:
-    """Use torch's current streams as those of the core's devices, within a `with`.
+    """Use torch's current streams for the core's devices, within a `with`.
 
     Applies only to devices that this process has used: see `DeviceBackend.used`.
     """

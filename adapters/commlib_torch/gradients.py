@@ -91,21 +91,21 @@ class AutogradReducer:
 
         Ranks may have dropped earlier reducers at different times. A reducer counts as long as it exists on any rank.
         """
-        others, taken = self._others()
-        if taken:
+        others, highest = self._others()
+        if highest:
             gc.collect()  # a reducer in a reference cycle would cost overlap permanently
-            others, taken = self._others()
-        self.number, self.takes_turns = taken + 1, False
-        if taken:
+            others, highest = self._others()
+        self.number, self.takes_turns = highest + 1, False
+        if highest:
             for member in [*others, self]:
                 member.take_turns()
 
     def _others(self) -> tuple[list[Any], int]:
         """Return the other reducers on this communicator, and the highest number in use on any rank."""
         comm = self.comm
-        found = [member for member in backward_passes.members if member.comm is comm]
-        highest = max((member.number for member in found), default=0)
-        return found, max(comm.all_gather_object(highest)) if comm.size > 1 else 0
+        others = [member for member in backward_passes.members if member.comm is comm]
+        highest = max((member.number for member in others), default=0)
+        return others, max(comm.all_gather_object(highest)) if comm.size > 1 else 0
 
     def take_turns(self) -> None:
         """Announce this reducer before each reduction: the communicator has others, and ranks may join."""
@@ -193,7 +193,7 @@ class AutogradReducer:
             self.reducer.reduce()
 
     def give_up(self) -> None:
-        """Give up a backward whose exception was caught, if there is one; see `GradientReducer.give_up`."""
+        """Abandon a backward whose exception was caught, if there is one; see `GradientReducer.give_up`."""
         if self.reducer.active:
             with self._between():
                 self.reducer.give_up()
@@ -238,7 +238,7 @@ class AutogradReducer:
     def _ready(self, index: int) -> None:
         reducer = self.reducer
         if not reducer.active:
-            # Ranks meet to agree on the turn, so all of them do so at the end, regardless of how many reducers this
+            # Agreeing on the turn is collective, so all ranks do it at the end, regardless of how many reducers this
             # rank has.
             eager = len(backward_passes.members) == 1 and not self.takes_turns
             if backward_passes.pipeline is not None and self._begins_together(index, *backward_passes.pipeline):
@@ -333,8 +333,8 @@ def ranks_of(parameters: Iterable[Named], comm: Any, **options: Any) -> OrderedR
 
 def comm_of_marks(what: str, parameters: Iterable[Named], everyone: Any) -> Communicator | None:
     """Return the ranks that have the same shards as this one, if parameters are sharded along a mesh. Collective."""
-    found = find_shard_replicas(what, ((name, shard_of(parameter)) for name, parameter in parameters), everyone)
-    return None if found is None else found.comm
+    replicas = find_shard_replicas(what, ((name, shard_of(parameter)) for name, parameter in parameters), everyone)
+    return None if replicas is None else replicas.comm
 
 
 def _gradient_of(name: str, parameter: Tensor, op: str, ranks: int) -> Gradient:

@@ -38,11 +38,11 @@ class GradScaler(torch.amp.GradScaler):
         return f"<GradScaler of {self.comm.size} ranks, scale {self.get_scale():g}>"
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)
+        infinities: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)
         worst = torch.zeros(())
-        for value in found.values():
+        for value in infinities.values():
             worst = torch.maximum(worst, value.detach().cpu().reshape(()))
         self.comm.all_reduce(array_of(worst), "max", out=array_of(worst))
-        for value in found.values():
+        for value in infinities.values():
             value.fill_(worst.item())
-        return found
+        return infinities

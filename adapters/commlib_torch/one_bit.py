@@ -89,7 +89,7 @@ class OneBit(torch.optim.Optimizer):
         parameters = self._parameters()
         if not self._core.is_started:
             self._start(parameters)
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, has_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for parameter, gradient in zip(parameters, self._gradients, strict=True):
             if parameter.grad is None:
                 continue
@@ -98,13 +98,13 @@ class OneBit(torch.optim.Optimizer):
             gradient.copy_(parameter.grad)
             if scale is not None:
                 gradient.div_(scale.cpu())
-            if found is not None and found > 0:
+            if has_inf is not None and has_inf > 0:
                 gradient.fill_(torch.nan)
         for copy, parameter in self._copies:
             copy.copy_(parameter)
         hypers = [_hyper(group) for group in self.param_groups for _ in group["params"]]
         used = [parameter.grad is not None for parameter in parameters]
-        if self._core.step(self._values, hypers, used, skip=found is not None):
+        if self._core.step(self._values, hypers, used, skip=has_inf is not None):
             for copy, parameter in self._copies:
                 parameter.copy_(copy)
             torch.autograd.graph.increment_version(parameters)  # the core wrote to them without torch's knowledge

@@ -79,14 +79,14 @@ def DistributedOptimizer(
       sums so far, and `exposed_seconds` is the time this thread has waited for communication.
 
     Compression errors are added to the next step's gradients (error feedback). They are in this rank's `state_dict()`:
-    a new run that loads each rank's state before the first step continues with the same bits. `compression_choice` says
-    what "auto" chose and why.
+    a new run that loads each rank's state before the first step continues with the same bits.
+    `compression_choice` shows what "auto" chose and why.
 
     Ranks along "tp" have the same data, or shards of a parameter, and are not reduced over. Parameters sharded along an
-    axis of a mesh know their axis and need none of `process_set`, `ranks` and `mesh`.
+    axis of a mesh record their axis and need none of `process_set`, `ranks` and `mesh`.
 
     A closure given to `step` returns the loss reduced over the ranks, so all of them take the same decisions. `step()`
-    takes part in the reduction even if no backward ran. `add_param_group` is collective, and so is the first
+    is reduced even if no backward ran. `add_param_group` is collective, and so is the first
     `zero_grad()` after a parameter was unfrozen. An exception in backward may be caught: see `zero_grad`.
 
     Args:
@@ -142,10 +142,10 @@ def DistributedOptimizer(
     if op == core.Adasum or op == "adasum":
         if gradient_predivide_factor != 1 or comm is not None:
             raise UsageError("op=Adasum takes neither gradient_predivide_factor nor ranks= or mesh=; pass process_set=")
-        apart = [name for name, parameter in chosen if (shard := shard_of(parameter)) is not None and shard.is_local]
-        if apart:
+        local = [name for name, parameter in chosen if (shard := shard_of(parameter)) is not None and shard.is_local]
+        if local:
             raise UsageError(
-                f"op=Adasum combines parameters that all ranks have, and {apart[0]} has different experts on each rank"
+                f"op=Adasum combines parameters that all ranks have, and {local[0]} has different experts on each rank"
             )
         if not outside:
             core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises if it is not registered
@@ -267,7 +267,7 @@ class DistributedMixin(PlainPickling, Reporting):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as torch does, and discard gradients accumulated by `no_sync` or earlier passes.
 
-        A backward whose exception was caught is given up. If it reduces, this is collective: other ranks wait for its
+        A backward whose exception was caught is abandoned. If it reduces, this is collective: other ranks wait for its
         end, and those that did not raise get a MismatchError, so all of them leave this step out. Parameters that
         require gradients only now are reduced from now on; this is collective, too.
         """
@@ -303,7 +303,7 @@ if TYPE_CHECKING:
     class WrappedOptimizer(DistributedMixin, Any):  # type: ignore[misc]
         """What `DistributedOptimizer` returns: an optimizer of the user's class, with more methods.
 
-        Type checkers know these methods. Any stands for the user's class: a variable of that class may hold the result.
+        These methods are for type checkers. Any is the user's class: a variable of that class may hold the result.
         """
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -130,7 +130,7 @@ def convert_sync_batchnorm(module: nn.Module, process_set: ProcessSets = None) -
 
     Args:
         module: The module, changed in place, unless it is an nn.BatchNorm.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
 
     Raises:
         UsageError: For a norm that is sharded by features: other ranks have other features.
@@ -215,10 +215,10 @@ def _statistics(x: Tensor, name: str, process_set: core.ProcessSet) -> tuple[Ten
     if count:
         variance, mean = torch.var_mean(x, _other_dims(x), correction=0)
         mine[0], mine[1 : channels + 1], mine[channels + 1 :] = count, mean, variance.double() * count
-    found = gather_statistics(host_array(mine), channels, name, process_set, device_kind([x]))
-    total = int(found.count[0])
+    statistics = gather_statistics(host_array(mine), channels, name, process_set, device_kind([x]))
+    total = int(statistics.count[0])
     check_several(name, total)
-    return to_tensor(found.mean).to(x.device), to_tensor(found.variance).to(x.device), total
+    return to_tensor(statistics.mean).to(x.device), to_tensor(statistics.variance).to(x.device), total
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:

@@ -123,7 +123,7 @@ def test_microbatches_that_make_no_sense(comm: Any) -> None:
     )
     with pytest.raises(UsageError, match=text):
         pipe.step([x] * 3, [y] * 3, cut=False)
-    with pytest.raises(UsageError, match=r"of x have \[4, 4\] rows, those of y \[3, 5\]"):
+    with pytest.raises(UsageError, match=r"of x have \[4, 4\] rows, microbatches of y \[3, 5\]"):
         pipe.step([x, x], [y[:3], np.concatenate([y, y[:1]])], cut=False)
     if comm.size > 1:
         with pytest.raises(CommlibError, match="trains on microbatches cut by the user"):

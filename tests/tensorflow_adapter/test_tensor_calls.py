@@ -187,5 +187,5 @@ def test_who_asks_by_another_name_whether_it_runs_eagerly(comm: Any, function: A
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X, how=lambda _, hidden: hidden * 2 if function() else hidden)
-    said = [str(one.message) for one in caught if "asks whether it runs eagerly" in str(one.message)]
+    said = [str(one.message) for one in caught if "checks whether it runs eagerly" in str(one.message)]
     assert len(said) == (comm.rank == 0), said

@@ -127,7 +127,7 @@ def test_what_tells_a_kind(comm: Any, name: str) -> None:
 def test_a_model_that_goes_another_way_eagerly_is_told(comm: Any, asks: str) -> None:
     """The check makes a graph: what is done eagerly alone passed unseen."""
     model = other(comm)
-    with warned(comm, "Other asks whether it runs eagerly at "):
+    with warned(comm, "Other checks whether it runs eagerly at "):
         model(X, how=asks)
         model(X, how=asks)
 

@@ -93,7 +93,7 @@ def test_losses_that_go_back_by_themselves(comm: Communicator) -> None:
     block = Twice(comm)
     y = REENTRANT(block, tokens(comm).requires_grad_())
     loss = auxiliary_loss(block)
-    with pytest.raises(UsageError, match=r"MoE: the backward of its router's loss came after.*use_reentrant=False"):
+    with pytest.raises(UsageError, match=r"MoE: the backward of its router's loss ran after.*use_reentrant=False"):
         loss.backward()
     y.sum().backward()
     with torch.no_grad():

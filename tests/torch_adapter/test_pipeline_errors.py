@@ -247,7 +247,7 @@ def test_a_loss_scale_of_one_rank_is_refused(comm: Any) -> None:
     pipe.step(*batch())
     alone = GradScaler(ranks=commlib.Mesh(pp=comm.size, dp=1)["dp"])
     alone.scale(torch.zeros(()))
-    with pytest.raises(UsageError, match=r"it asks global ranks \[\d\] .*ranks \[\d.*other stages.*ranks="):
+    with pytest.raises(UsageError, match=r"it queries global ranks \[\d\] .*ranks \[\d.*other stages.*ranks="):
         alone.step(optimizer)
     for name, value in pipe.gather_state_dict().items():
         assert torch.equal(value, before[name])

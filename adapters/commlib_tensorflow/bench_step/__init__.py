@@ -13,5 +13,10 @@ def contenders(kind: str, comm: Any, sizes: StepSizes, *, peer: bool) -> Contend
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before the import of TensorFlow
     from commlib_tensorflow.bench_step import kinds
 
-    made = {"dp": kinds.data_parallel, "tp": kinds.tensor_parallel, "pp": kinds.pipeline_parallel, "moe": kinds.experts}
-    return made[kind](comm, sizes)
+    makers = {
+        "dp": kinds.data_parallel,
+        "tp": kinds.tensor_parallel,
+        "pp": kinds.pipeline_parallel,
+        "moe": kinds.experts,
+    }
+    return makers[kind](comm, sizes)

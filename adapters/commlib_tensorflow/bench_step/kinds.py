@@ -94,8 +94,8 @@ def _own_stage(comm: Any, sizes: StepSizes, stages: list[int]) -> Step:
         with tf.GradientTape() as tape:
             if not is_first:
                 tape.watch(x)
-            found = model(x, training=True)
-            value = loss(y, found) / sizes.microbatches if is_last else tf.reduce_mean(found)
+            result = model(x, training=True)
+            value = loss(y, result) / sizes.microbatches if is_last else tf.reduce_mean(result)
         sources = [*model.trainable_variables, *([] if is_first else [x])]
         return value, tape.gradient(value, sources)[: len(model.trainable_variables)]
 
@@ -106,9 +106,9 @@ def _own_stage(comm: Any, sizes: StepSizes, stages: list[int]) -> Step:
     def step() -> float:
         total, sums = 0.0, None
         for x, y in parts:
-            value, found = gradients(x, y)
-            found = [tf.convert_to_tensor(one) for one in found]
-            sums = found if sums is None else [one + other for one, other in zip(sums, found, strict=True)]
+            value, result = gradients(x, y)
+            result = [tf.convert_to_tensor(one) for one in result]
+            sums = result if sums is None else [one + other for one, other in zip(sums, result, strict=True)]
             total += float(value)
         update(sums)
         return total

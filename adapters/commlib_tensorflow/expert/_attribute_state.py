@@ -63,9 +63,11 @@ def broadcast_attribute_state(model: Any, layers: Iterable[Any], comm: Communica
     layers: of a model, in its order. Rank 0 warns of differences in other kinds of values. Collective.
     """
     named = {f"layer {place}, {type(one).__qualname__}": one for place, one in enumerate(layers)}
-    found = dict(attribute_state_of({"the model": model, **named}.items(), model))
-    taken = find_replaceable(comm, "expertize", {where: fingerprint_of(value) for where, value in found.items()})
-    before = [(found[where], np.asarray(found[where]).copy()) for where in taken]
+    attributes = dict(attribute_state_of({"the model": model, **named}.items(), model))
+    replaceable = find_replaceable(
+        comm, "expertize", {where: fingerprint_of(value) for where, value in attributes.items()}
+    )
+    before = [(attributes[where], np.asarray(attributes[where]).copy()) for where in replaceable]
     for value, own in before:
         _put(value, comm.broadcast(own.copy()))
     try:

@@ -127,14 +127,14 @@ def check_rows(what: str, rows: Any, out: Any) -> None:
 finfo: Any = ml_dtypes.finfo  # no types
 
 
-def check_same_outputs(what: str, layer: Any, made: Any, width: int) -> None:
+def check_same_outputs(what: str, layer: Any, rebuilt: Any, width: int) -> None:
     """Raise UsageError unless an expert computes the same for rows as the original MLP, with the same weights.
 
     It does not if the MLP mixes tokens, has weights for positions in a sequence, or has state that its configuration
     lacks. Both are tried with random numbers, in evaluation mode.
     """
-    shapes = [[tuple(variable.shape) for variable in one.trainable_variables] for one in (layer, made)]
-    hint = "give hidden= for built-in MLPs, or an MLP that treats each token separately, as its configuration says"
+    shapes = [[tuple(variable.shape) for variable in one.trainable_variables] for one in (layer, rebuilt)]
+    hint = "give hidden= for built-in MLPs, or an MLP that treats each token separately, as configured"
     for variable, old, new in zip(layer.trainable_variables, *shapes, strict=False):
         if old != new:
             raise UsageError(
@@ -147,17 +147,17 @@ def check_same_outputs(what: str, layer: Any, made: Any, width: int) -> None:
     weights = [draw.standard_normal(one) / 2 for one in shapes[0]]
     rows = x.reshape(-1, width)
     expected = _outputs(layer, weights, x).reshape(-1, width)
-    got = np.empty_like(expected)
+    output = np.empty_like(expected)
     for some in (slice(0, None, 2), slice(1, None, 2)):
-        got[some] = _outputs(made, weights, rows[some])
+        output[some] = _outputs(rebuilt, weights, rows[some])
     precision = max(float(np.sqrt(finfo(layer.compute_dtype).eps)), 1e-8)
     finite = np.isfinite(expected)
     largest = float(np.abs(expected[finite]).max(initial=0.0))
-    if not np.allclose(got, expected, rtol=precision, atol=precision * largest, equal_nan=True):
+    if not np.allclose(output, expected, rtol=precision, atol=precision * largest, equal_nan=True):
         raise UsageError(
             f"{what}: for random tokens {shape} an expert with the weights of the MLP gives other results, by up to "
-            f"{float(np.abs(got - expected)[finite].max(initial=0.0)):.3g} of {largest:.3g}: the MLP mixes tokens, or "
-            f"has state that its configuration lacks: {hint}"
+            f"{float(np.abs(output - expected)[finite].max(initial=0.0)):.3g} of {largest:.3g}: the MLP mixes tokens, "
+            f"or has state that its configuration lacks: {hint}"
         )
 
 

@@ -84,7 +84,7 @@ def stack_experts(
     cannot be stacked. A `keras.RematScope` is suspended: TensorFlow recomputes a layer with the variables it owns
     instead of the weights of one expert, whose gradients would be lost.
     """
-    made = []
+    experts = []
     for expert in placement.of_rank(ranks.axis.rank):
         with use_seed(fold(seed, expert)), keras.RematScope(mode=None):
             layer = make()
@@ -92,8 +92,8 @@ def stack_experts(
                 raise UsageError(f"{owner.name}: expert= made a {type(layer).__name__}, expected a Keras layer")
             if not layer.built:
                 layer.build((None, width))
-            made.append(layer)
-    first = made[0]
+            experts.append(layer)
+    first = experts[0]
     if not isinstance(first, MLP):
         check_layer(owner.name, first)
         check_scope(owner.name, first)
@@ -101,7 +101,7 @@ def stack_experts(
     stacks = []
     divided = first.divided() if isinstance(first, MLP) and ranks.tensor is not None else {}
     for number, variable in enumerate(first.trainable_variables):
-        values = np.stack([layer.trainable_variables[number].numpy() for layer in made])
+        values = np.stack([layer.trainable_variables[number].numpy() for layer in experts])
         name = f"experts_{number}_{variable.name}"
         shard = shard_for((len(placement.owners), *values.shape[1:]), divided.get(variable.name), ranks)
         stacks.append(_stack(owner, name, values, shard, ranks, **_settings(first, variable, ranks)))

@@ -77,8 +77,8 @@ def route_and_dispatch(
             Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int64, (local,)), _PASSAGE,
             Spec(tf.float32, (2,)), _STATE,
         ]  # fmt: skip
-        *found, state = call_at(place, "experts", forward, [x, logits, *given[2:]], specs, host=range(1, len(given)))
-        passage = found[3]
+        *outputs, state = call_at(place, "experts", forward, [x, logits, *given[2:]], specs, host=range(1, len(given)))
+        passage = outputs[3]
 
         def gradient(of_rows: Any, of_gates: Any, of_counts: Any, of_passage: Any, of_losses: Any) -> Any:
             specs = [Spec.like(x), Spec.like(logits)]
@@ -86,7 +86,7 @@ def route_and_dispatch(
                 place, backward, [passage, state], [of_rows, of_gates, of_losses], specs, host=(1, 4)
             )
 
-        return tuple(found), gradient
+        return tuple(outputs), gradient
 
     return DispatchedTokens(*tf.custom_gradient(sending)(x, logits))._replace(place=place)
 
@@ -130,12 +130,12 @@ def route_tokens(logits: Any, parts: int, route: Callable[..., Routing], more: S
     def routing(logits: Any) -> tuple[tuple[Any, ...], Any]:
         lengths = Spec(tf.int32, (parts,))
         specs = [Spec(tf.float32, (None,)), Spec(tf.float32, (2,)), lengths, lengths, Spec(tf.uint8, (None,))]
-        found = call_in_order("experts", forward, [logits, *more], specs)
+        outputs = call_in_order("experts", forward, [logits, *more], specs)
 
         def gradient(of_gates: Any, of_losses: Any, *_: Any) -> Any:
-            return _differentiate_once(None, backward, [found[-1]], [of_gates, of_losses], [Spec.like(logits)])
+            return _differentiate_once(None, backward, [outputs[-1]], [of_gates, of_losses], [Spec.like(logits)])
 
-        return tuple(found), gradient
+        return tuple(outputs), gradient
 
     return RoutedTokens(*tf.custom_gradient(routing)(logits))
 
@@ -148,56 +148,56 @@ def dispatch_tokens(x: Any, gates: Any, mixture: Mixture, part: int, state: Any)
 
     def forward(x: Any, gates: Array, state: Array) -> Sequence[Any]:
         own = pickle.loads(state.data)[1][part]
-        passage, rows, came, counts = mixture.exchange.dispatch(mixture.name, own, x, gates)
-        return [rows, came.copy(), counts.astype(_NUMBERS), _pack_plan(passage)]
+        passage, rows, arrived, counts = mixture.exchange.dispatch(mixture.name, own, x, gates)
+        return [rows, arrived.copy(), counts.astype(_NUMBERS), _pack_plan(passage)]
 
     def backward(passage: Any, of_rows: Any, of_gates: Any) -> Sequence[Any]:
         return list(mixture.exchange.dispatch_back(mixture.name, _unpack_plan(passage, mixture), of_rows, of_gates))
 
     def sending(x: Any, gates: Any) -> tuple[tuple[Any, ...], Any]:
         specs = [Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int64, (local,)), _PASSAGE]
-        found = call_at(place, "experts", forward, [x, gates, state], specs, host=(1, 2))
+        outputs = call_at(place, "experts", forward, [x, gates, state], specs, host=(1, 2))
 
         def gradient(of_rows: Any, of_gates: Any, *_: Any) -> Any:
             return _differentiate_once(
-                place, backward, [found[-1]], [of_rows, of_gates], [Spec.like(x), Spec.like(gates)]
+                place, backward, [outputs[-1]], [of_rows, of_gates], [Spec.like(x), Spec.like(gates)]
             )
 
-        return tuple(found), gradient
+        return tuple(outputs), gradient
 
     return DispatchedTokens(*tf.custom_gradient(sending)(x, gates))._replace(place=place)
 
 
-def combine_tokens(rows: Any, mixture: Mixture, came: DispatchedTokens, tokens: Any) -> Any:
+def combine_tokens(rows: Any, mixture: Mixture, arrived: DispatchedTokens, tokens: Any) -> Any:
     """Return for each token the sum of its experts' outputs times its gates. Collective, with its gradient.
 
     rows: the outputs of this rank's experts. tokens: the sent tokens, whose shape the result has.
     """
-    place, passage = came.place, came.passage
+    place, passage = arrived.place, arrived.passage
 
     def forward(rows: Any, gates: Any, passage: Any) -> Sequence[Any]:
         return [mixture.exchange.combine(mixture.name, _unpack_plan(passage, mixture), rows, gates)]
 
     def backward(passage: Any, gradient: Any, rows: Any, gates: Any) -> Sequence[Any]:
-        came = mixture.exchange.combine_back(mixture.name, _unpack_plan(passage, mixture), gradient)
-        return [came, scale_gradients(came, rows, gates)]
+        arrived = mixture.exchange.combine_back(mixture.name, _unpack_plan(passage, mixture), gradient)
+        return [arrived, scale_gradients(arrived, rows, gates)]
 
     def combining(rows: Any, gates: Any) -> tuple[Any, Any]:
-        (found,) = call_at(place, "experts", forward, [rows, gates, passage], [Spec(rows.dtype, tokens.shape)])
+        (combined,) = call_at(place, "experts", forward, [rows, gates, passage], [Spec(rows.dtype, tokens.shape)])
 
-        def gradient(of_found: Any) -> Any:
+        def gradient(of_combined: Any) -> Any:
             specs = [Spec.like(rows), Spec.like(gates)]
-            return _differentiate_once(place, backward, [passage], [of_found, rows, gates], specs)
+            return _differentiate_once(place, backward, [passage], [of_combined, rows, gates], specs)
 
-        return found, gradient
+        return combined, gradient
 
-    return tf.custom_gradient(combining)(rows, came.gates)
+    return tf.custom_gradient(combining)(rows, arrived.gates)
 
 
 def _differentiate_once(
     place: DevicePlace | None,
     function: Any,
-    told: Sequence[Any],
+    leading: Sequence[Any],
     gradients: Sequence[Any],
     specs: Sequence[Spec],
     *,
@@ -205,12 +205,12 @@ def _differentiate_once(
 ) -> Any:
     """Apply a function to gradients (see `call_at`), and raise if a second-order gradient is requested.
 
-    The exchange has no gradient that TensorFlow knows, and it would silently drop the second derivative.
+    TensorFlow sees no gradient of the exchange, and would silently drop the second derivative.
     """
 
     def node(*inputs: Any) -> tuple[Any, Any]:
-        found = call_at(place, "experts", function, [*told, *inputs], specs, host=host)
-        return found[0] if len(found) == 1 else found, _refuse
+        results = call_at(place, "experts", function, [*leading, *inputs], specs, host=host)
+        return results[0] if len(results) == 1 else results, _refuse
 
     return tf.custom_gradient(node)(*map(as_tensor, gradients))
 

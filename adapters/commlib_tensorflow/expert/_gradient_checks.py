@@ -26,29 +26,29 @@ _warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 def compare_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Compare the gradients for the next step, if a comparison is due; return the operations to wait for."""
     left = optimizer._commlib.local_keys() if isinstance(optimizer, DistributedMixin) else ()
-    found = [
+    entries = [
         (variable, gradient, shard_of(variable))
         for variable, gradient in zip(variables, grads, strict=True)
         if gradient is not None and key_of(variable) not in left and not is_marked_local(variable)
     ]
-    if not has_experts(shard for *_, shard in found) or not is_ordered():
+    if not has_experts(shard for *_, shard in entries) or not is_ordered():
         return []
-    found = [one for one in found if one[2] is None or one[2].is_local]
+    entries = [one for one in entries if one[2] is None or one[2].is_local]
     warned = _warned.setdefault(optimizer, set())
 
     def measure(*arrays: Array) -> list[Array]:
-        given, own = arrays[: len(found)], arrays[len(found) :]
+        given, own = arrays[: len(entries)], arrays[len(entries) :]
         squares = [sum_of_squares(np.ascontiguousarray(array.reshape(-1)[:MOST])) for array in given]
         gradients = [
             (path_of(variable), shard, one, dtype_of(variable))
-            for (variable, _, shard), one in zip(found, squares, strict=True)
+            for (variable, _, shard), one in zip(entries, squares, strict=True)
         ]
         check_step(f"{type(optimizer).__name__} of Keras", gradients, warned, [print_of(array) for array in own])
         return [np.zeros((), np.int32)]
 
     def compare(*, first: bool = False) -> Any:
-        own = [tf.reshape(variable, (-1,))[:MOST] for variable, _, shard in found if first and shard is None]
-        return call(measure, [*(values_of(gradient) for _, gradient, _ in found), *own], [Spec(tf.int32, ())])[0]
+        own = [tf.reshape(variable, (-1,))[:MOST] for variable, _, shard in entries if first and shard is None]
+        return call(measure, [*(values_of(gradient) for _, gradient, _ in entries), *own], [Spec(tf.int32, ())])[0]
 
     passes = optimizer.gradient_accumulation_steps or 1
     step = tf.cast(optimizer._iterations.value, tf.int64) // passes + 1

@@ -54,13 +54,13 @@ class OptimizerStates:
 
     def of(self, variable: Any) -> dict[str, Any]:
         """Return the state variables for one weight, by name."""
-        found: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         for one, place in self._places(variable):
-            kept = {name: variables[place] for name, variables in lists_of(one).items()}
-            for name, value in {**singles_of(one), **kept}.items():
+            slots = {name: variables[place] for name, variables in lists_of(one).items()}
+            for name, value in {**singles_of(one), **slots}.items():
                 if name not in _LEFT_OUT and value is not None:
-                    found[_file_name(one, name)] = value
-        return found
+                    states[_file_name(one, name)] = value
+        return states
 
     def step(self, variable: Any) -> Array | None:
         """Return the number of updates of a weight; None without an optimizer for it."""

@@ -37,7 +37,7 @@ def _wrap_update_step(original: Any) -> Any:
             result = original(self, grads, trainable_variables, learning_rate)
         methods = [method for one in trainable_variables if (method := getattr(one, _MARK, None)) is not None]
         if methods:
-            # In a branch of a graph, such as that of the last of several passes, nothing orders host nodes after the
+            # In a branch of a graph, such as the one of the last of several passes, nothing orders host nodes after the
             # earlier nodes: TensorFlow orders only its own variables.
             with tf.control_dependencies([*before, *(gradient for gradient in grads if gradient is not None)]):
                 for method in methods:

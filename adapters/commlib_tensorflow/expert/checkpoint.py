@@ -44,18 +44,18 @@ def save_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
 
 def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[checkpoint.ArrayMakers]:
     """Return the functions that make the arrays of each layer, by name; most are collective."""
-    found = []
+    parts_by_layer = []
     for layer in layers:
         parts: checkpoint.ArrayMakers = {}
         for name, variable, is_kernel in _named_weights(layer):
             parts[name] = partial(_to_file, variable, variable, is_kernel)
-            for key, kept in states.of(variable).items():
-                _check_shape(variable, key, kept)
-                parts[f"{name}/{key}"] = partial(_to_file, variable, kept, is_kernel)
+            for key, slot in states.of(variable).items():
+                _check_shape(variable, key, slot)
+                parts[f"{name}/{key}"] = partial(_to_file, variable, slot, is_kernel)
             if (step := states.step(variable)) is not None:
                 parts[f"{name}/{STEP}"] = step.copy
-        found.append(parts)
-    return found
+        parts_by_layer.append(parts)
+    return parts_by_layer
 
 
 def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = None) -> None:
@@ -81,21 +81,21 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
     def find(read: list[dict[str, Array]]) -> list[tuple[Any, Any]]:
         named, states = [list(_named_weights(layer)) for layer in layers], OptimizerStates("load_experts", optimizer)
         checkpoint.check(read, [{name: _shape(variable, kernel) for name, variable, kernel in own} for own in named])
-        found: list[tuple[Any, Any]] = []
+        values: list[tuple[Any, Any]] = []
         steps: set[int] = set()
         if states.is_there:
-            kept = [{name: tuple(states.of(variable)) for name, variable, _ in own} for own in named]
-            checkpoint.check_states(read, kept, states.name)
+            slots = [{name: tuple(states.of(variable)) for name, variable, _ in own} for own in named]
+            checkpoint.check_states(read, slots, states.name)
             steps = {int(array) for arrays in read for key, array in arrays.items() if key.endswith(f"/{STEP}")}
-            found += states.continue_from(steps)
+            values += states.continue_from(steps)
         for arrays, own in zip(read, named, strict=True):
             for name, variable, is_kernel in own:
-                found.append((variable, _from_file(variable, variable, arrays[name], is_kernel)))
+                values.append((variable, _from_file(variable, variable, arrays[name], is_kernel)))
                 for key, to in states.of(variable).items():
                     _check_shape(variable, key, to)
                     value = states.value(arrays, name, key, variable, steps)
-                    found.append((to, _from_file(variable, to, value, is_kernel)))
-        return found
+                    values.append((to, _from_file(variable, to, value, is_kernel)))
+        return values
 
     for variable, value in checkpoint.load_together(layers[0].mixture.ranks, path, find):
         variable.assign(value)
@@ -122,27 +122,27 @@ def _shape(variable: Any, is_kernel: bool) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2]) if is_kernel else shape
 
 
-def _to_file(weight: Any, kept: Any, is_kernel: bool) -> Array:
+def _to_file(weight: Any, slot: Any, is_kernel: bool) -> Array:
     """Return the unsharded form of a weight, or of its state, as stored in a file."""
-    if kept.shape != weight.shape:
-        found: Array = kept.numpy()
-        return found
-    return _transpose(whole_of(weight, kept.numpy()), is_kernel)
+    if slot.shape != weight.shape:
+        array: Array = slot.numpy()
+        return array
+    return _transpose(whole_of(weight, slot.numpy()), is_kernel)
 
 
-def _from_file(weight: Any, kept: Any, value: Array, is_kernel: bool) -> Any:
+def _from_file(weight: Any, slot: Any, value: Array, is_kernel: bool) -> Any:
     """Convert a file's value to this rank's part."""
-    return value if kept.shape != weight.shape else own_of(weight, _transpose(value, is_kernel))
+    return value if slot.shape != weight.shape else own_of(weight, _transpose(value, is_kernel))
 
 
 def _transpose(array: Array, is_kernel: bool) -> Array:
     return np.ascontiguousarray(np.swapaxes(array, -1, -2)) if is_kernel else array
 
 
-def _check_shape(weight: Any, key: str, kept: Any) -> None:
+def _check_shape(weight: Any, key: str, slot: Any) -> None:
     """Refuse state of a sharded weight whose shape differs from the weight's."""
-    if shard_of(weight) is not None and tuple(kept.shape) not in ((), tuple(weight.shape)):
+    if shard_of(weight) is not None and tuple(slot.shape) not in ((), tuple(weight.shape)):
         raise UsageError(
-            f"save_experts: {key} of {weight.path} has shape {tuple(kept.shape)}, but this rank's experts have "
+            f"save_experts: {key} of {weight.path} has shape {tuple(slot.shape)}, but this rank's experts have "
             f"{tuple(weight.shape)}, so its assignment to experts is unknown: pass no optimizer"
         )

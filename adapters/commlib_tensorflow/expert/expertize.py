@@ -67,18 +67,18 @@ def expertize(
     """
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
-    found = run_together(comm, lambda: _find_mlps(model, plan))
-    lines = [line for place, layer, experts in found for line in _lines(f"layer {place}", layer, experts)]
+    mlps = run_together(comm, lambda: _find_mlps(model, plan))
+    lines = [line for place, layer, experts in mlps for line in _lines(f"layer {place}", layer, experts)]
     check_agreement(comm, "expertize", [*lines, *(f"{v.dtype}{list(v.shape)}" for v in model.variables)])
-    _compare(model, comm, found)
-    made = {id(layer): _make_mixture(layer, experts, ranks) for _, layer, experts in found}
-    before = [(layer, type(layer), dict(vars(layer))) for _, layer, _ in found]
-    for _, layer, _ in found:
-        _become(layer, made[id(layer)])
+    _compare(model, comm, mlps)
+    mixtures = {id(layer): _make_mixture(layer, experts, ranks) for _, layer, experts in mlps}
+    before = [(layer, type(layer), dict(vars(layer))) for _, layer, _ in mlps]
+    for _, layer, _ in mlps:
+        _become(layer, mixtures[id(layer)])
     never_compile(model)
     model.train_function = model.test_function = model.predict_function = None
     try:
-        with _values_of_rank_0(model, comm, next(iter(made.values())).ranks.data):
+        with _values_of_rank_0(model, comm, next(iter(mixtures.values())).ranks.data):
             if verify is not None or example is not None:
                 verify_experts(model, example if verify is None else verify, gradients=verify is not None)
     except BaseException:
@@ -90,19 +90,19 @@ def expertize(
     return model
 
 
-def _compare(model: Any, comm: Communicator, found: Sequence[tuple[int, Any, Experts]]) -> None:
+def _compare(model: Any, comm: Communicator, mlps: Sequence[tuple[int, Any, Experts]]) -> None:
     """Raise MismatchError on all ranks if their models differ, except in the replaced MLPs. Collective."""
     layers = {name: same[0] for name, same in layers_named(model, "expertize").items()}
-    copied, gone = (
+    copied, not_copied = (
         {
             id(one)
-            for _, layer, experts in found
+            for _, layer, experts in mlps
             for one in layer._flatten_layers()
             if (experts.hidden is None) is is_copied
         }
         for is_copied in (True, False)
     )
-    left = {name: layer for name, layer in layers.items() if id(layer) not in gone}
+    left = {name: layer for name, layer in layers.items() if id(layer) not in not_copied}
     structure_of(model, left, closely={name for name, layer in left.items() if id(layer) in copied}).compare(
         comm, "expertize"
     )
@@ -133,12 +133,12 @@ def _find_mlps(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, 
     if getattr(model, "_jit_compile", False):
         raise UsageError(NO_XLA_DIVIDED)
     if getattr(getattr(model, "optimizer", None), "built", False):
-        raise UsageError("expertize: the model has been trained: its optimizer knows the replaced weights")
+        raise UsageError("expertize: the model has been trained: its optimizer has the replaced weights")
     named = layers_named(model, "expertize")
     places = {name: place for place, name in enumerate(named)}
     resolved = resolve(plan, list(named), (Experts,))
-    found = [(places[name], single_layer(name, named[name]), experts) for name, experts in resolved.items()]
-    for place, layer, experts in found:
+    mlps = [(places[name], single_layer(name, named[name]), experts) for name, experts in resolved.items()]
+    for place, layer, experts in mlps:
         name = list(named)[place]
         if isinstance(layer, MoE):
             raise UsageError(f"expertize: {name} is a mixture of experts already: leave it out of the plan")
@@ -152,7 +152,7 @@ def _find_mlps(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, 
             continue
         check_tied(f"expertize: {name}", layer, model)
         try:
-            made = _copy_layer(layer)
+            copied = _copy_layer(layer)
         except Exception as error:
             why = line(error).partition(" using config=")[0]  # drops the code of lambdas
             raise UsageError(
@@ -160,12 +160,12 @@ def _find_mlps(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, 
                 "register its functions, such as activations, under a name (a lambda has none) by keras.saving."
                 "register_keras_serializable(), or use hidden= for built-in MLPs"
             ) from error
-        check_layer(f"expertize: {name}", made)
-        check_call(f"expertize: {name}", made, width)
+        check_layer(f"expertize: {name}", copied)
+        check_call(f"expertize: {name}", copied, width)
         rows = tf.zeros((1, width), _policy(layer).compute_dtype)
-        check_rows(f"expertize: {name}", rows, made(rows))
-        check_same_outputs(f"expertize: {name}", layer, made, width)
-    return found
+        check_rows(f"expertize: {name}", rows, copied(rows))
+        check_same_outputs(f"expertize: {name}", layer, copied, width)
+    return mlps
 
 
 def width_of(name: str, layer: Any) -> int:
@@ -182,9 +182,9 @@ def width_of(name: str, layer: Any) -> int:
 def _copy_layer(layer: Any) -> Any:
     """Return a new layer with the same configuration, built for rows [number, width], outside of any `RematScope`."""
     with keras.RematScope(mode=None):
-        made = _unbuilt_copy(layer)
-        made(np.zeros((1, width_of(layer.name, layer)), layer.compute_dtype))
-    return made
+        copied = _unbuilt_copy(layer)
+        copied(np.zeros((1, width_of(layer.name, layer)), layer.compute_dtype))
+    return copied
 
 
 def _unbuilt_copy(layer: Any) -> Any:
@@ -203,23 +203,23 @@ def _remove_seeds(config: Any) -> Any:
         return type(config)(map(_remove_seeds, config))
     if not isinstance(config, dict):
         return config
-    found = {key: _remove_seeds(value) for key, value in config.items()}
+    result = {key: _remove_seeds(value) for key, value in config.items()}
     if config.get("module") == "keras.initializers" and "seed" in config.get("config", {}):
-        found["config"]["seed"] = None
-    return found
+        result["config"]["seed"] = None
+    return result
 
 
 def _lines(name: str, layer: Any, experts: Experts) -> list[str]:
     """Return lines that ranks compare: an MLP's configuration without names, and the options of its experts."""
-    found = lines_of(name, options_of(experts))
+    lines = lines_of(name, options_of(experts))
     if experts.hidden is None:
         config = layer.get_config()
         places = {called: f"layer {place}" for place, called in enumerate(dict.fromkeys(_names(config)))}
-        found += _settings(f"{name}: {type(layer).__name__}", config, places)
+        lines += _settings(f"{name}: {type(layer).__name__}", config, places)
     if experts.copy:
         digests = [hashlib.sha256(values.tobytes()).hexdigest()[:16] for values in layer.get_weights()]
-        found += [f"values of weight {number} of {name}: {digest}" for number, digest in enumerate(digests)]
-    return found
+        lines += [f"values of weight {number} of {name}: {digest}" for number, digest in enumerate(digests)]
+    return lines
 
 
 _REFERRING = {"inbound_nodes", "input_layers", "output_layers"}
@@ -254,21 +254,21 @@ def _make_mixture(layer: Any, experts: Experts, ranks: MixtureRanks) -> MoE:
         values = layer.get_weights() if experts.copy else None
 
         def make() -> Any:
-            made = _copy_layer(layer)
+            copied = _copy_layer(layer)
             if values is not None:
-                made.set_weights(values)
-            return made
+                copied.set_weights(values)
+            return copied
 
-    found = MoE(experts, ranks, expert=make, name=layer.name, dtype=_policy(layer))
-    found.mixture.name = found.ranks.first(layer.path or layer.name)  # Keras' names may differ between ranks
-    found.build((None, width_of(layer.name, layer)))
-    for variable in found.variables:
+    moe = MoE(experts, ranks, expert=make, name=layer.name, dtype=_policy(layer))
+    moe.mixture.name = moe.ranks.first(layer.path or layer.name)  # Keras' names may differ between ranks
+    moe.build((None, width_of(layer.name, layer)))
+    for variable in moe.variables:
         variable._path = f"{layer.path or layer.name}/{variable.name}"
-    return found
+    return moe
 
 
 def _policy(layer: Any) -> Any:
-    """Return an MLP's dtype policy: for Keras models, which cast nothing, that of their layers.
+    """Return an MLP's dtype policy: for Keras models, which cast nothing, the policy of their layers.
 
     If the layers have several, it is the model's own.
     """
@@ -278,12 +278,12 @@ def _policy(layer: Any) -> Any:
     return next(iter(policies.values())) if len(policies) == 1 else layer.dtype_policy
 
 
-def _become(layer: Any, made: MoE) -> None:
+def _become(layer: Any, mixture: MoE) -> None:
     """Turn a layer into another one in place: all references to it then mean the new one."""
     nodes = {
         name: vars(layer)[name] for name in ("_inbound_nodes", "_outbound_nodes", "_parent_path") if name in vars(layer)
     }
-    layer.__class__ = type(made)
+    layer.__class__ = type(mixture)
     vars(layer).clear()
-    vars(layer).update({**vars(made), **nodes})
+    vars(layer).update({**vars(mixture), **nodes})
     layer.whereabouts.attach_to(layer)

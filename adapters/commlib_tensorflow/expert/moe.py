@@ -155,8 +155,8 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
         if options.chunks > 1 and self.ranks.axis.size > 1:
             y, losses = self._in_parts(tokens, logits, route, given, training)
         else:
-            came = route_and_dispatch(tokens, logits, mixture, route, given)
-            y, losses = self._computed(came, tokens, training), came.losses
+            arrived = route_and_dispatch(tokens, logits, mixture, route, given)
+            y, losses = self._computed(arrived, tokens, training), arrived.losses
         if training and options.has_losses:
             loss = options.balance_weight * losses[0] + options.z_weight * losses[1]
             self.add_loss(tf.cast(loss, keras.config.floatx()))  # Keras adds it to losses of that dtype
@@ -172,8 +172,8 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
         `tf.recompute_grad`, with which Keras rematerializes an outer layer, passes neither to inner layers. Raises
         UsageError for options that recomputation would break.
         """
-        found = recomputation()
-        if found is Recomputation.FIRST:
+        kind = recomputation()
+        if kind is Recomputation.FIRST:
             if training and self.options.has_losses:
                 raise UsageError(
                     f"{self.name}: the router's loss has no gradient within tf.recompute_grad or keras.RematScope: "
@@ -185,26 +185,26 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
                     "recompute: use Experts without noise, jitter or random choice, or exclude the outer layer"
                 )
             self._first = training, mask is not None
-        elif found is Recomputation.AGAIN and self._first is not None:
+        elif kind is Recomputation.AGAIN and self._first is not None:
             training, had_mask = self._first
             if had_mask and mask is None:
                 raise UsageError(
                     f"{self.name}: its mask is lost when tf.recompute_grad or keras.RematScope recomputes the layer "
                     "around it: exclude that layer, or pass it the mask as an argument"
                 )
-        return found is Recomputation.AGAIN, training, mask
+        return kind is Recomputation.AGAIN, training, mask
 
     def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the call unchanged: a mixture made in a `keras.RematScope` is not recomputed."""
         return layer_call
 
-    def _computed(self, came: DispatchedTokens, tokens: Any, training: bool) -> Any:
+    def _computed(self, arrived: DispatchedTokens, tokens: Any, training: bool) -> Any:
         """Return the outputs of all ranks' experts for tokens."""
         tensor = self.ranks.tensor if self._make is None else None
         local = len(self.mixture.placement.of_rank(self.ranks.axis.rank))
         with self.mixture.telling() if tf.executing_eagerly() else nullcontext():
-            out = run_experts(self._expert, self.stacks, came.rows, came.counts, local, tensor, training=training)
-        return combine_tokens(out, self.mixture, came, tokens)
+            out = run_experts(self._expert, self.stacks, arrived.rows, arrived.counts, local, tensor, training=training)
+        return combine_tokens(out, self.mixture, arrived, tokens)
 
     def _in_parts(self, tokens: Any, logits: Any, route: Any, given: Any, training: bool) -> tuple[Any, Any]:
         """Return the outputs for tokens in several chunks, and the losses.
@@ -212,14 +212,14 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
         One chunk travels while experts compute another.
         """
         count = self.options.chunks
-        found = route_tokens(logits, count, route, given)
-        xs, gates = tf.split(tokens, found.tokens, num=count), tf.split(found.gates, found.assignments, num=count)
-        results, came = [], [dispatch_tokens(xs[0], gates[0], self.mixture, 0, found.state)]
+        routed = route_tokens(logits, count, route, given)
+        xs, gates = tf.split(tokens, routed.tokens, num=count), tf.split(routed.gates, routed.assignments, num=count)
+        results, arrived = [], [dispatch_tokens(xs[0], gates[0], self.mixture, 0, routed.state)]
         for part in range(count):
             if part + 1 < count:
-                came.append(dispatch_tokens(xs[part + 1], gates[part + 1], self.mixture, part + 1, found.state))
-            results.append(self._computed(came[part], xs[part], training))
-        return tf.concat(results, 0), found.losses
+                arrived.append(dispatch_tokens(xs[part + 1], gates[part + 1], self.mixture, part + 1, routed.state))
+            results.append(self._computed(arrived[part], xs[part], training))
+        return tf.concat(results, 0), routed.losses
 
     def _balance(self) -> None:
         """Adjust the biases for choosing experts towards even load, after a step."""
@@ -282,7 +282,7 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
         )
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """Return the shape of the output, that of the input."""
+        """Return the shape of the output, which is the input's."""
         return input_shape
 
 

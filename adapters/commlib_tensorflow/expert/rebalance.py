@@ -91,10 +91,10 @@ def put_owners(model: Any, owners: Sequence[Sequence[int]]) -> None:
 
 def _matching_layer(layers: Sequence[MoE], number: int, copy: Any) -> MoE:
     """Return a copy's layer. Raises UsageError unless it has as many mixtures, and this one has the same placement."""
-    found, layer = _mixtures(copy), layers[number]
+    mixtures, layer = _mixtures(copy), layers[number]
     shapes = [(stack.dtype, tuple(stack.shape)) for stack in layer.stacks]
-    if len(found) == len(layers) and found[number] is not layer:
-        other = found[number]
+    if len(mixtures) == len(layers) and mixtures[number] is not layer:
+        other = mixtures[number]
         is_same = [(stack.dtype, tuple(stack.shape)) for stack in other.stacks] == shapes
         if is_same and other.mixture.placement == layer.mixture.placement and other.ranks.axis is layer.ranks.axis:
             return other
@@ -106,10 +106,10 @@ def _stacks(name: str, layers: Sequence[MoE], optimizer: Any) -> Iterator[tuple[
         for place, variable in enumerate(layer.stacks):
             what = f"experts.{place} of {name}" if number == 0 else f"experts.{place} of {name}, copy {number}"
             yield what, variable
-            for kept, value in states_for(variable, optimizer):
+            for slot, value in states_for(variable, optimizer):
                 if value.shape != variable.shape:
                     raise UsageError(
-                        f"rebalance_experts: {kept} for {what} has shape {tuple(value.shape)}, but this rank's experts "
+                        f"rebalance_experts: {slot} for {what} has shape {tuple(value.shape)}, but this rank's experts "
                         f"have {tuple(variable.shape)}, so its assignment to experts is unknown"
                     )
-                yield f"{what}, {kept}", value
+                yield f"{what}, {slot}", value

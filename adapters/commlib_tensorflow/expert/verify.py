@@ -64,7 +64,7 @@ def _stack_name(name: str, place: int, stack: Any) -> str:
 
 def _run_model(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes, only: Any) -> DenseRun:
     """Run a model, with dense mixtures if `wholes` is given. only: the single variable whose gradient is needed."""
-    found, plain = DenseRun(), vars(MoE)["call"]
+    dense, plain = DenseRun(), vars(MoE)["call"]
     names = {id(layer): name for name, layer in layers.items()}
     mixed: list[Any] = []  # input and output of the mixture whose router's gradient alone is needed
 
@@ -75,7 +75,7 @@ def _run_model(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes
             if wholes
             else plain(layer, inputs, training=training, mask=mask)
         )
-        found.values.append((f"the output of {name}", _array(out)))
+        dense.values.append((f"the output of {name}", _array(out)))
         if only is layer.router and not mixed:
             mixed.extend((inputs, out))
         return out
@@ -102,22 +102,22 @@ def _run_model(model: Any, layers: Mapping[str, MoE], batch: Any, wholes: Wholes
             outputs = keras.tree.flatten(model(given, training=False))
         loss = tf.zeros((), tf.float64)
         for at, value in enumerate(outputs):
-            found.values.append((f"output {at}", _array(value)))
+            dense.values.append((f"output {at}", _array(value)))
             if value.dtype.is_floating:
                 weights = tf.cast(WHOLE.weights(at, tuple(value.shape)), value.dtype)
                 loss += tf.cast(tf.reduce_sum(value * weights), tf.float64)
-    got = tape.gradient(loss, [*wanted.values(), *mixed[1:]])
-    if mixed and (gradient := got.pop()) is not None:
-        found.scale_by(*map(_array, (*mixed, gradient)))
-    for (name, one), gradient in zip(wanted.items(), got, strict=True):
+    gradients = tape.gradient(loss, [*wanted.values(), *mixed[1:]])
+    if mixed and (gradient := gradients.pop()) is not None:
+        dense.scale_by(*map(_array, (*mixed, gradient)))
+    for (name, one), gradient in zip(wanted.items(), gradients, strict=True):
         values = np.zeros(one.shape, one.dtype.as_numpy_dtype) if gradient is None else _array(gradient)
-        (found.experts if name in stacks else found.gradients)[name] = values
-    return found
+        (dense.experts if name in stacks else dense.gradients)[name] = values
+    return dense
 
 
 def _array(tensor: Any) -> Array:
-    found: Array = tf.convert_to_tensor(tensor).numpy()
-    return found
+    array: Array = tf.convert_to_tensor(tensor).numpy()
+    return array
 
 
 def _dense_outputs(layer: Any, whole: Sequence[Any], inputs: Any, mask: Any) -> Any:

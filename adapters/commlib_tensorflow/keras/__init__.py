@@ -6,7 +6,7 @@ hvd.init()
 model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size())), loss)
 model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
 
-Optimizers may be those of Keras 3 or of tf_keras; callbacks and `load_model` are for the version that `tf.keras` is.
+Optimizers may be from Keras 3 or tf_keras; callbacks and `load_model` are for the version that `tf.keras` is.
 """
 
 from commlib import __version__

@@ -76,8 +76,8 @@ _BODIES: dict[str, tuple[type, str]] = {
 
 def of(keras: Any) -> SimpleNamespace:
     """Return the callbacks, and those of `commlib_tensorflow.keras.elastic`, for `keras` or `tf_keras`."""
-    made = {name: _derive(body, getattr(keras.callbacks, base), name) for name, (body, base) in _BODIES.items()}
-    return SimpleNamespace(**made)
+    classes = {name: _derive(body, getattr(keras.callbacks, base), name) for name, (body, base) in _BODIES.items()}
+    return SimpleNamespace(**classes)
 
 
 def _derive(body: type, base: type, name: str) -> type:

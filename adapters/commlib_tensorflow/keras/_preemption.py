@@ -68,11 +68,11 @@ class PreemptedFit:
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save and exit if requested; end an epoch that an earlier run began."""
         self._done = self._before + batch + 1
-        is_asked = self._preemption.requested()
-        if is_asked or (self._save_every and self._done - self._saved >= self._save_every):
+        is_requested = self._preemption.requested()
+        if is_requested or (self._save_every and self._done - self._saved >= self._save_every):
             self._checkpoint.save(self._done)
             self._saved = self._done
-        if is_asked:
+        if is_requested:
             self._preemption.leave()
         if self._before % self._steps and self._done % self._steps == 0:
             self.model.stop_training = self._cuts = True

@@ -29,13 +29,13 @@ def allreduce(
 
     Args:
         value: A tensor, variable, array or number.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         average: Horovod's older form of `op`: True for Average, False for Sum.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
         compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
     """
     _require_eager("allreduce")
     return operations.allreduce(
@@ -55,8 +55,8 @@ def allgather(value: Any, name: str | None = None, process_set: Any = core.globa
 
     Args:
         value: A tensor, variable, array or number.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
     """
     _require_eager("allgather")
     return operations.allgather(tf.convert_to_tensor(value), name=name, process_set=process_set)
@@ -68,8 +68,8 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: 
     Args:
         value: A tensor, variable, array or number.
         root_rank: The global rank whose values the others get.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> hvd.broadcast(np.array([comm.rank]), root_rank=1).numpy()
@@ -86,9 +86,9 @@ def reducescatter(
 
     Args:
         value: A tensor, variable, array or number.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> hvd.reducescatter(np.ones(4), op=hvd.Sum).numpy()

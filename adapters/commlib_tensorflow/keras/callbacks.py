@@ -11,16 +11,16 @@ import tensorflow as tf
 
 from commlib_tensorflow.keras._callbacks import of
 
-_made = of(tf.keras)
-BroadcastGlobalVariablesCallback = _made.BroadcastGlobalVariablesCallback
-MetricAverageCallback = _made.MetricAverageCallback
-LearningRateScheduleCallback = _made.LearningRateScheduleCallback
-LearningRateWarmupCallback = _made.LearningRateWarmupCallback
-BestModelCheckpoint = _made.BestModelCheckpoint
-CommitStateCallback = _made.CommitStateCallback
-UpdateBatchStateCallback = _made.UpdateBatchStateCallback
-UpdateEpochStateCallback = _made.UpdateEpochStateCallback
-PreemptionCallback = _made.PreemptionCallback
+_classes = of(tf.keras)
+BroadcastGlobalVariablesCallback = _classes.BroadcastGlobalVariablesCallback
+MetricAverageCallback = _classes.MetricAverageCallback
+LearningRateScheduleCallback = _classes.LearningRateScheduleCallback
+LearningRateWarmupCallback = _classes.LearningRateWarmupCallback
+BestModelCheckpoint = _classes.BestModelCheckpoint
+CommitStateCallback = _classes.CommitStateCallback
+UpdateBatchStateCallback = _classes.UpdateBatchStateCallback
+UpdateEpochStateCallback = _classes.UpdateEpochStateCallback
+PreemptionCallback = _classes.PreemptionCallback
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from commlib_tensorflow.elastic import HostsUpdatedInterrupt, TensorFlowKerasState, run, run_fn
-from commlib_tensorflow.keras.callbacks import _made
+from commlib_tensorflow.keras.callbacks import _classes
 
-CommitStateCallback = _made.CommitStateCallback
-UpdateBatchStateCallback = _made.UpdateBatchStateCallback
-UpdateEpochStateCallback = _made.UpdateEpochStateCallback
+CommitStateCallback = _classes.CommitStateCallback
+UpdateBatchStateCallback = _classes.UpdateBatchStateCallback
+UpdateEpochStateCallback = _classes.UpdateEpochStateCallback
 
 
 class KerasState(TensorFlowKerasState):

@@ -117,7 +117,7 @@ def _differentiable(
 ) -> list[Any]:
     """Return `operation(tensors)`, with gradients computed by `backward` from tensors and gradients.
 
-    Only differentiable tensors take part in the backward: that depends on their dtypes, so it is the same on all ranks.
+    Only differentiable tensors have a backward. This depends on their dtypes, so it is the same on all ranks.
     """
     smooth = [index for index, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
     if not smooth or not is_recording():
@@ -126,8 +126,8 @@ def _differentiable(
     def forward(*xs: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
         def gradients(*dys: Any) -> list[Any]:
             answer: list[Any] = [None] * len(xs)
-            found = backward([xs[index] for index in smooth], [dys[index] for index in smooth])
-            for index, gradient in zip(smooth, found, strict=True):
+            derivatives = backward([xs[index] for index in smooth], [dys[index] for index in smooth])
+            for index, gradient in zip(smooth, derivatives, strict=True):
                 answer[index] = gradient
             return answer
 

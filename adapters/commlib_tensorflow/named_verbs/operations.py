@@ -6,7 +6,7 @@ bfloat16). Gradients flow through operations marked as differentiable. The `devi
 compatibility with Horovod: an operation runs on the device of its tensors, all of them on a GPU or all on the host, and
 returns its results on that device; int32 tensors go through the host in a traced function.
 
-Errors are those of the core: UsageError (a ValueError) for an invalid call on this rank, MismatchError on every rank if
+Errors are the core's: UsageError (a ValueError) for an invalid call on this rank, MismatchError on every rank if
 ranks call different things under one name. Each is one of tf.errors too, eagerly, in traced functions and in sessions:
 see `commlib_tensorflow.errors`.
 """
@@ -95,8 +95,8 @@ def allreduce(
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
 
     Examples:
@@ -140,9 +140,9 @@ def grouped_allreduce(
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
     """
     group = core.process_set_of(process_set)
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, group)
@@ -171,9 +171,9 @@ def allgather(
 
     Args:
         tensor: A tensor, variable, array or number.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> ct.allgather(tf.fill([comm.rank + 1], comm.rank)).numpy()
@@ -195,9 +195,9 @@ def grouped_allgather(
 
     Args:
         tensors: Tensors, as many on all ranks.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> [each.numpy().tolist() for each in ct.grouped_allgather([tf.constant([comm.rank])])]
@@ -230,9 +230,9 @@ def broadcast(
     Args:
         tensor: A tensor, variable, array or number.
         root_rank: The global rank whose values the others get.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         algorithm: With `ranks`: "auto", or the name of a path or schedule.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
@@ -265,8 +265,8 @@ def broadcast_(
     Args:
         variables: Variables of tf or Keras.
         root_rank: The global rank whose values the others get.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> weight = tf.Variable([comm.rank])
@@ -303,9 +303,9 @@ def alltoall(
     Args:
         tensor: A tensor, variable, array or number.
         splits: The number of rows for each rank; None: equal parts.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> ct.alltoall(tf.constant([comm.rank, comm.rank])).numpy()
@@ -344,8 +344,8 @@ def reducescatter(
         device_dense: Unused; Horovod has it.
         compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
@@ -380,10 +380,10 @@ def grouped_reducescatter(
         device_dense: Unused; Horovod has it.
         compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         ignore_name_scope: Whether TensorFlow's name scope is left out of the name.
 
     Examples:
@@ -415,8 +415,8 @@ def barrier(process_set: core.ProcessSet | None = None, name: str | None = None,
     With `ranks` it is an ordered verb. Returns an operation in a graph of TensorFlow 1, None otherwise.
 
     Args:
-        process_set: The ranks that take part; None: all.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        process_set: The participating ranks; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     if ranks is not None:
@@ -425,12 +425,12 @@ def barrier(process_set: core.ProcessSet | None = None, name: str | None = None,
     group = core.process_set_of(process_set)
     name = operation_name("Barrier", name)
 
-    def meet() -> list[Array]:
+    def run_barrier() -> list[Array]:
         core.start_barrier(group, name, blocking=True).wait()
         return [np.zeros((), np.int32)]
 
-    (met,) = call(meet, [], [Spec(tf.int32, ())])
-    return None if is_ordered() else met.op
+    (done,) = call(run_barrier, [], [Spec(tf.int32, ())])
+    return None if is_ordered() else done.op
 
 
 def _reduce_compressed(
@@ -446,7 +446,7 @@ def _reduce_compressed(
 
 
 def _tensors(values: Sequence[Any], but: type | tuple[()] = ()) -> list[Any]:
-    """Return values as tensors, leaving out those of the class `but`."""
+    """Return values as tensors, except those of the class `but`."""
     tensors = []
     for position, value in enumerate(values):
         if isinstance(value, but):

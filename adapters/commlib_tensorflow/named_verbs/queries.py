@@ -43,8 +43,8 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """
 
     def size() -> int:
-        found = registry().sets.get(process_set_id)
-        return 0 if found is None else found.size() or 0
+        ranks = registry().sets.get(process_set_id)
+        return 0 if ranks is None else ranks.size() or 0
 
     return _evaluate(size, name)
 
@@ -93,8 +93,8 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     def included() -> int:
         if not core.is_initialized():
             return -1
-        found = registry().sets.get(process_set_id)
-        return -2 if found is None else int(bool(found.included()))
+        ranks = registry().sets.get(process_set_id)
+        return -2 if ranks is None else int(bool(ranks.included()))
 
     return _evaluate(included, name)
 

@@ -64,15 +64,15 @@ class WholeBatchStatistics:
         left = list(changed)
         for layer in self._active:
             both = (layer.moving_mean, layer.moving_variance)
-            found = [places[id(variable)] for variable in both if id(variable) in places]
-            if not found or changed[found[0]] is None:  # it belongs to another stage, or runs in inference mode
+            indices = [places[id(variable)] for variable in both if id(variable) in places]
+            if not indices or changed[indices[0]] is None:  # it belongs to another stage, or runs in inference mode
                 continue
-            mean, variance = (_unscale(to_array(changed[place]), 1.0 - layer.momentum) for place in found)
+            mean, variance = (_unscale(to_array(changed[place]), 1.0 - layer.momentum) for place in indices)
             seen = self._seen[id(layer)]
             seen.rows += rows
             seen.mean = seen.mean + rows * mean
             seen.square = seen.square + rows * (variance + mean**2)
-            for place in found:
+            for place in indices:
                 left[place] = None
         return left
 
@@ -103,7 +103,7 @@ def _batch_norms(operation: Any) -> Iterator[Any]:
 
 
 def _check(layer: Any, node: Any, calls: int) -> None:
-    """Raise UsageError for a layer whose statistics of a batch do not follow from those of its microbatches."""
+    """Raise UsageError for a layer whose statistics of a batch do not follow from its microbatches."""
     why = ""
     if calls > 1:
         why = f"is called {calls} times, so it sees several batches in one step"

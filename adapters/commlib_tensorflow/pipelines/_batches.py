@@ -65,10 +65,10 @@ def places_of(graph: Any, x: Any, where: Any) -> list[Any]:
         if isinstance(graph.input, dict):
             return keras.tree.flatten({key: where.get(key, 0) for key in graph.input})  # type: ignore[no-any-return]
         return [where.get(spec.name, 0) for spec in specs]
-    found = keras.tree.flatten(where) if isinstance(where, list | tuple) else [where] * len(specs)
-    if len(found) != len(specs) or isinstance(where, dict):
+    dims = keras.tree.flatten(where) if isinstance(where, list | tuple) else [where] * len(specs)
+    if len(dims) != len(specs) or isinstance(where, dict):
         raise UsageError(f"pipeline: rows={where} does not match x; the model has {len(specs)} inputs")
-    return found
+    return dims
 
 
 _OF_NUMBERS = "Keras reads a list as a list of tensors: convert a list of numbers with numpy.asarray"
@@ -115,18 +115,18 @@ def rows_in(value: Any, what: str, where: Any = 0) -> int:
 
     Raises UsageError if tensors have different numbers of rows, or none.
     """
-    found = []
+    counts = []
 
     def look(place: Any, leaf: Any) -> None:
         if leaf is None:
             return
         if not hasattr(leaf, "shape"):
-            got = type(leaf).__name__
-            raise UsageError(f"pipeline: {what}: expected tensors or arrays, got {got}; {_OF_NUMBERS}")
-        found.append((place, leaf.shape))
+            kind = type(leaf).__name__
+            raise UsageError(f"pipeline: {what}: expected tensors or arrays, got {kind}; {_OF_NUMBERS}")
+        counts.append((place, leaf.shape))
 
     each(look, where, value)
-    return number_of_rows(found, what, f"single numbers ({_OF_NUMBERS})" if len(found) > 1 else "no tensor with rows")
+    return number_of_rows(counts, what, f"single numbers ({_OF_NUMBERS})" if len(counts) > 1 else "no tensor with rows")
 
 
 def cut_by_rows(value: Any, microbatches: int, what: str, where: Any = 0) -> tuple[list[Any], list[int]]:

@@ -12,7 +12,7 @@ from commlib_tensorflow._keras_reduction import DistributedMixin
 
 
 def lines_of(optimizer: Any, loss: Any, metrics: Any) -> list[str]:
-    """Return the settings that must be the same on all ranks: the optimizer's, losses and metrics, as far as they tell.
+    """Return the visible settings of optimizer, losses and metrics, which must be the same on all ranks.
 
     Names are left out: they count the objects that a process has made.
     """
@@ -27,8 +27,8 @@ def lines_of(optimizer: Any, loss: Any, metrics: Any) -> list[str]:
 
 def options_of_layers(stage: int, part: Any) -> list[str]:
     """Return a line with the options of each layer of a stage; for layers without a configuration, only their class."""
-    found = [layer for layer in part._flatten_layers() if not isinstance(layer, keras.Model)]
-    return [f"a layer of stage {stage}: {_options(layer)}" for layer in found]
+    layers = [layer for layer in part._flatten_layers() if not isinstance(layer, keras.Model)]
+    return [f"a layer of stage {stage}: {_options(layer)}" for layer in layers]
 
 
 def _options(layer: Any) -> str:
@@ -38,8 +38,8 @@ def _options(layer: Any) -> str:
         config = {}
     policy = getattr(getattr(layer, "dtype_policy", None), "name", "")
     # Initial values do not matter any more; variables are compared separately.
-    said = {name: _plain(one) for name, one in config.items() if name not in _NOT_COMPARED and "_init" not in name}
-    options = ", ".join(f"{name}={one!r}" for name, one in sorted(said.items()))
+    settings = {name: _plain(one) for name, one in config.items() if name not in _NOT_COMPARED and "_init" not in name}
+    options = ", ".join(f"{name}={one!r}" for name, one in sorted(settings.items()))
     return f"{type(layer).__name__} ({', '.join(filter(None, (policy, options)))})"
 
 

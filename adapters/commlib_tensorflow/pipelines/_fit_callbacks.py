@@ -43,7 +43,7 @@ class StopAgreement(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ha
 
 
 class _Follower(keras.callbacks.BackupAndRestore):  # type: ignore[misc]  # Keras has no types
-    """Takes part in writing weights, and leaves the files to rank 0."""
+    """Joins the collective calls that gather weights; only rank 0 writes files."""
 
     def _save_model(self) -> None:
         self.model.save_weights(filepath=self._weights_path, overwrite=True)

@@ -20,9 +20,9 @@ def layer_costs(cut: SplitModel, inputs: Sequence[tf.Tensor]) -> LayerCosts:
     values: Named = dict(zip(cut.inputs, inputs, strict=True))
     call = _seconds(tf.function(lambda: tf.zeros(())))  # the overhead of any TensorFlow call
     rows = [_measure(number, part, cut, values, call) for number, part in enumerate(cut.parts)]
-    forward, of_inputs, weights, kept, outputs = zip(*rows, strict=True)
+    forward, of_inputs, weights, memory, outputs = zip(*rows, strict=True)
     # A tape computes the gradients of inputs and weights in one pass: split, each recomputes the forward.
-    return LayerCosts(forward, of_inputs, weights, kept, outputs, again=True)
+    return LayerCosts(forward, of_inputs, weights, memory, outputs, again=True)
 
 
 def _measure(
@@ -30,19 +30,19 @@ def _measure(
 ) -> tuple[float, float, float, int, int]:
     """Return the seconds of F, I and W, and the bytes of activations and of results; add the results to `values`."""
     wanted = [name for link, names in cut.values.items() if link.target == number for name in names]
-    taken = [*wanted, *(cut.inputs if number == 0 else ())]
-    given = {name: values[name] for name in taken}
+    input_names = [*wanted, *(cut.inputs if number == 0 else ())]
+    given = {name: values[name] for name in input_names}
     functions = StageFunctions(
         number, part, wanted=wanted, outputs=(), loss=None, regularized=(), shared=(), again=False
     )
     weights, state = ([tf.convert_to_tensor(v.value) for v in own] for own in (functions.trainable, functions.state))
     arguments: tuple[Any, ...] = (weights, state, given)
     forward = _seconds(lambda: functions.forward(*arguments, None, None, training=True, has_loss=False))
-    made = functions.forward(*arguments, None, None, training=True, has_loss=False)
-    results: Named = made[0]
+    outputs = functions.forward(*arguments, None, None, training=True, has_loss=False)
+    results: Named = outputs[0]
     values |= results
     gradients = {name: tf.ones_like(result) for name, result in results.items() if result.dtype.is_floating}
-    shares = tf.ones((), tf.float64), tf.ones(0 if made[2] is None else len(made[2]), tf.float64)
+    shares = tf.ones((), tf.float64), tf.ones(0 if outputs[2] is None else len(outputs[2]), tf.float64)
 
     def backward(*, inputs: bool) -> Callable[[], Any]:
         return lambda: functions.backward(
@@ -51,8 +51,8 @@ def _measure(
 
     alone = max(0.0, _seconds(backward(inputs=False)) - forward) if weights else 0.0
     whole = max(0.0, _seconds(backward(inputs=True)) - forward) if wanted else alone
-    kept = _kept_bytes(functions, *arguments)
-    return max(0.0, forward - call), max(0.0, whole - alone), min(whole, alone), kept, _nbytes(results.values())
+    memory = _saved_bytes(functions, *arguments)
+    return max(0.0, forward - call), max(0.0, whole - alone), min(whole, alone), memory, _nbytes(results.values())
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -65,9 +65,9 @@ def _seconds(run: Callable[[], Any]) -> float:
     return min(times)
 
 
-def _kept_bytes(functions: StageFunctions, weights: Sequence[tf.Tensor], state: Any, given: Named) -> int:
+def _saved_bytes(functions: StageFunctions, weights: Sequence[tf.Tensor], state: Any, given: Named) -> int:
     """Return the bytes of the forward's values that a backward reads, except weights and constants."""
-    found: list[int] = []
+    sizes: list[int] = []
 
     def both(weights: Sequence[tf.Tensor], state: Any, given: Named) -> tf.Tensor:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -79,12 +79,12 @@ def _kept_bytes(functions: StageFunctions, weights: Sequence[tf.Tensor], state: 
         tape.gradient([result for result in results.values() if result.dtype.is_floating], sources)
         read = {tensor.ref() for one in graph.get_operations() if one not in forward for tensor in one.inputs}
         others = {tensor.ref() for tensor in weights}
-        kept = [ref.deref() for ref in read - others if ref.deref().op in forward]
-        found.append(sum(_static_bytes(tensor) for tensor in kept if tensor.op.type != "Const"))
+        tensors = [ref.deref() for ref in read - others if ref.deref().op in forward]
+        sizes.append(sum(_static_bytes(tensor) for tensor in tensors if tensor.op.type != "Const"))
         return tf.zeros(())
 
     tf.function(both, autograph=False)(weights, state, given)
-    return found[-1]
+    return sizes[-1]
 
 
 def _static_bytes(tensor: tf.Tensor) -> int:

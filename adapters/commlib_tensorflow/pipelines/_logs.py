@@ -18,7 +18,7 @@ Measure = Callable[[Any, list[Any], Any], dict[str, Any]]
 class Logs:
     """Logs for callbacks. measure: None without metrics; it is called on the rank of the last stage.
 
-    in_order: returns the values of logs as a list in Keras' order of metrics, which only the last stage's rank knows.
+    in_order: returns the values of logs as a list in Keras' order of metrics, which only the last stage's rank has.
     """
 
     def __init__(self, measure: Measure | None, in_order: Callable[[dict[str, Any]], Any]) -> None:
@@ -52,8 +52,8 @@ class Logs:
             order = self._in_order({name: name for name in ("loss", *logs)}) if logs else []
             own, self._order = pipe.comm.broadcast_object((own, order), pipe.last) if self.has_metrics else ([], [])
             self._names = own
-        told = self._share_metrics(logs, pipe) if self._names else {}
-        self.latest = {**told, "loss": self._mean}
+        metrics = self._share_metrics(logs, pipe) if self._names else {}
+        self.latest = {**metrics, "loss": self._mean}
         return dict(self.latest)
 
     def listed(self, logs: dict[str, Any]) -> Any:
@@ -69,8 +69,8 @@ class Logs:
         """Return the last stage's metrics on all ranks."""
         names = self._names or []
         own = [np.ravel(logs.get(name, np.zeros(shape))).astype(np.float64) for name, shape in names]
-        told = np.array(pipe.tell(np.concatenate(own).tolist()))
-        parts = np.split(told, np.cumsum([len(one) for one in own])[:-1])
+        values = np.array(pipe.tell(np.concatenate(own).tolist()))
+        parts = np.split(values, np.cumsum([len(one) for one in own])[:-1])
         pairs = zip(names, parts, strict=True)
         return {name: part.reshape(shape) if shape else float(part[0]) for (name, shape), part in pairs}
 

@@ -1,4 +1,4 @@
-"""Losses: the weight of each microbatch's loss in that of the batch, from the reductions of Keras' losses."""
+"""Losses: the weight of each microbatch's loss in the loss of the batch, from the reductions of Keras' losses."""
 
 from __future__ import annotations
 
@@ -75,20 +75,23 @@ class LossWeights:
             return self._weigher.weights(rows, targets, inputs, sample_weights)
         if sum(map(bool, rows)) < 2:
             return weights_of(rows, rows)
-        found: list[MicrobatchWeights] = []
+        weights_by_output: list[MicrobatchWeights] = []
         for place, leaf in enumerate(self._losses):
             if leaf.loss is None:
                 continue
             own = [self._of_output(target, place) for target in targets] if leaf.reads_targets else [None] * len(rows)
             weights = [self._of_output(weight, place) for weight in sample_weights] if leaf.reads_weights else own
             terms = [leaf.terms(*given) if given[0] else 0.0 for given in zip(rows, own, weights, strict=True)]
-            found.append(weights_of(terms, rows, is_sum=leaf.is_sum))
-        if any(not np.allclose(one.in_batch(), found[0].in_batch(), rtol=1e-9, atol=0) for one in found[1:]):
+            weights_by_output.append(weights_of(terms, rows, is_sum=leaf.is_sum))
+        if any(
+            not np.allclose(one.in_batch(), weights_by_output[0].in_batch(), rtol=1e-9, atol=0)
+            for one in weights_by_output[1:]
+        ):
             raise UsageError(
                 "pipeline: the losses of the model's outputs are means over different numbers of terms, so a "
                 "microbatch has a different weight in each: give all the same reduction, set microbatches=1, or weigh="
             )
-        return found[0] if found else weights_of(rows, rows)
+        return weights_by_output[0] if weights_by_output else weights_of(rows, rows)
 
     def wants_check(self, targets: Sequence[Any], rows: Sequence[int]) -> bool:
         """Count a batch; return whether to keep outputs for a check of the loss of several microbatches together."""

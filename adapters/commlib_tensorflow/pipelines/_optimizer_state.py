@@ -40,7 +40,7 @@ def states_of(optimizer: Any, places: Mapping[int, int], whole: Callable[[Any, A
     places: the indices of the model's variables, by their id. whole: gathers the state of a sharded weight to that of
     the unsharded one.
     """
-    found = []
+    states = []
     for level, one in _optimizers(optimizer):
         weights, singles, lists = one._trainable_variables, singles_of(one), lists_of(one)
         known = {id(v) for v in [*singles.values(), *(v for own in lists.values() for v in own)]}
@@ -54,12 +54,12 @@ def states_of(optimizer: Any, places: Mapping[int, int], whole: Callable[[Any, A
             name: [_gather(whole, *pair) for pair in zip(weights, own, strict=True)] for name, own in lists.items()
         }
         arrays = {name: to_array(tf.convert_to_tensor(variable.value)) for name, variable in singles.items()}
-        found.append(OptimizerState(level, [places[id(weight)] for weight in weights], arrays, values))
-    return found
+        states.append(OptimizerState(level, [places[id(weight)] for weight in weights], arrays, values))
+    return states
 
 
-def _gather(whole: Callable[[Any, Array], Array], weight: Any, kept: Any) -> Array | None:
-    return None if kept is None else whole(weight, to_array(tf.convert_to_tensor(kept.value)))
+def _gather(whole: Callable[[Any, Array], Array], weight: Any, slot: Any) -> Array | None:
+    return None if slot is None else whole(weight, to_array(tf.convert_to_tensor(slot.value)))
 
 
 def put_states(optimizer: Any, states: Sequence[OptimizerState], places: Mapping[int, int]) -> None:
@@ -75,15 +75,15 @@ def put_states(optimizer: Any, states: Sequence[OptimizerState], places: Mapping
             if value := [state.singles[name] for state in same if name in state.singles]:
                 variable.assign(value[0])
         for name, variables in lists_of(one).items():
-            kept = {
+            slots = {
                 place: value
                 for state in same
                 if name in state.lists
                 for place, value in zip(state.places, state.lists[name], strict=True)
             }
             for place, weight, variable in zip(own, weights, variables, strict=True):
-                if variable is not None and kept.get(place) is not None:
-                    variable.assign(own_of(weight, kept[place]))
+                if variable is not None and slots.get(place) is not None:
+                    variable.assign(own_of(weight, slots[place]))
 
 
 def keep_only(optimizer: Any, own: Sequence[Any], trainable: Sequence[Any]) -> None:
@@ -101,18 +101,18 @@ def keep_only(optimizer: Any, own: Sequence[Any], trainable: Sequence[Any]) -> N
                 f"pipeline: this {type(one).__name__} was built for other weights, without this rank's {new[0]!r}: "
                 "compile with a new optimizer, or with the optimizer of the model that was split"
             )
-        kept = [place for place, weight in enumerate(weights) if id(weight) in order]
-        kept.sort(key=lambda place: order[id(weights[place])])
-        if kept == list(range(len(weights))):
+        places = [place for place, weight in enumerate(weights) if id(weight) in order]
+        places.sort(key=lambda place: order[id(weights[place])])
+        if places == list(range(len(weights))):
             continue
-        left_out = set(range(len(weights))).difference(kept)
+        left_out = set(range(len(weights))).difference(places)
         for name, variables in lists_of(one).items():
             for variable in (variables[place] for place in left_out):
                 if variable is not None:
                     one._tracker.untrack(variable)
-            _set(one, name, [variables[place] for place in kept])
-        _set(one, "_trainable_variables", [weights[place] for place in kept])
-        keys = {one._var_key(weights[place]): number for number, place in enumerate(kept)}
+            _set(one, name, [variables[place] for place in places])
+        _set(one, "_trainable_variables", [weights[place] for place in places])
+        keys = {one._var_key(weights[place]): number for number, place in enumerate(places)}
         _set(one, "_trainable_variables_indices", keys)
 
 

@@ -115,18 +115,18 @@ def _has_inputs(model: Any) -> bool:
 
 def _crossing(nodes: Nodes, stage_of: Mapping[int, int], stages: int) -> dict[Link, tuple[str, ...]]:
     """Return the names of the values along each link, with their masks."""
-    made = dict.fromkeys(nodes.inputs, 0)
+    stage_of_name = dict.fromkeys(nodes.inputs, 0)
     for node in nodes.all:
-        made |= {nodes.names[id(tensor)]: stage_of[id(node)] for tensor in node.outputs}
-    found: dict[Link, dict[str, None]] = {}
-    used = [(name, stage_of[id(node)]) for node in nodes.all for name in nodes.taken(node)]
+        stage_of_name |= {nodes.names[id(tensor)]: stage_of[id(node)] for tensor in node.outputs}
+    links: dict[Link, dict[str, None]] = {}
+    used = [(name, stage_of[id(node)]) for node in nodes.all for name in nodes.inputs_of(node)]
     for name, stage in [*used, *((name, stages - 1) for name in nodes.outputs)]:
-        if made[name] != stage:
-            names = found.setdefault(Link(made[name], stage), {})
+        if stage_of_name[name] != stage:
+            names = links.setdefault(Link(stage_of_name[name], stage), {})
             names[name] = None
             if nodes.is_masked(name):
                 names[name + MASK] = None
-    return {link: tuple(found[link]) for link in sorted(found)}
+    return {link: tuple(links[link]) for link in sorted(links)}
 
 
 # One stage
@@ -169,8 +169,8 @@ class StageLayer(keras.layers.Layer):  # type: ignore[misc]  # Keras has no type
                 masked._keras_mask = values[name]  # Keras marks the results of layers in this way
         names = self._names.value
         for node in self._nodes.value:
-            taken = {id(tensor): named[names[id(tensor)]] for tensor in node.input_tensors}
-            args, kwargs = node.arguments.fill_in(taken)
+            inputs_by_id = {id(tensor): named[names[id(tensor)]] for tensor in node.input_tensors}
+            args, kwargs = node.arguments.fill_in(inputs_by_id)
             if training is not None and "training" in getattr(node.operation, "_call_context_args", ()):
                 kwargs["training"] = training  # functional models do the same
             outputs = keras.tree.flatten(node.operation(*args, **kwargs))

@@ -40,13 +40,13 @@ def recompute_in(operations: Sequence[Any], how: Checkpoint) -> str | list[Layer
     for layers that communicate.
     """
     named = list(_named(operations, ""))
-    found = recompute_of(how, named)
-    if isinstance(found, str):
-        return found
+    result = recompute_of(how, named)
+    if isinstance(result, str):
+        return result
     chosen: dict[int, LayerRecompute] = {}
     for place, (name, layer) in enumerate(named):
-        if name in found:
-            chosen.setdefault(id(layer), LayerRecompute(layer, name, found[name], place))
+        if name in result:
+            chosen.setdefault(id(layer), LayerRecompute(layer, name, result[name], place))
     for one in chosen.values():
         if any(type(layer).__module__.startswith("commlib_tensorflow") for layer in one.layer._flatten_layers()):
             raise UsageError(
@@ -174,8 +174,8 @@ class _RecomputedCall:
                 outputs, _ = self._compute(flat, is_first=False)
             if marks:
                 self._again.check(marks)
-            found = tape.gradient([outputs[n] for n in roots], sources, output_gradients=list(gradients))
-            return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
+            gradients_of_sources = tape.gradient([outputs[n] for n in roots], sources, output_gradients=list(gradients))
+            return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients_of_sources]
 
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor | None]:
             given = [gradients[n] for n in roots]
@@ -184,11 +184,11 @@ class _RecomputedCall:
             if not roots:
                 return [None] * len(flat)
             if products:
-                kept = [tf.identity(tensor) for tensor in products]  # moves them out of the forward's graph
-                found = without_products(differentiate, kept, again, given)
+                saved = [tf.identity(tensor) for tensor in products]  # moves them out of the forward's graph
+                gradients_of_sources = without_products(differentiate, saved, again, given)
             else:
-                found = differentiate(again, given)
-            of_place = dict(zip(wanted, found, strict=True))
+                gradients_of_sources = differentiate(again, given)
+            of_place = dict(zip(wanted, gradients_of_sources, strict=True))
             return [of_place.get(place) for place in range(len(flat))]
 
         return outputs, backward
@@ -203,22 +203,22 @@ class _RecomputedCall:
             args, options = self._given.filled(flat[first:])
             known: dict[str, Any] = {} if self._training is None else {"training": self._training}
             result, training = self._context(compute=partial(self._call, *args, **options), **known)
-        made, before, after = _Leaves(result), scope.before, scope.after
+        leaves, before, after = _Leaves(result), scope.before, scope.after
         check_own(self._what, before, after)
         variables = [*self._trainable, *self._state]
         changed = [n for n, one in enumerate(variables) if after[id(one)] is not before[id(one)]]
         if is_first:
-            self.made, self.losses, self.changed, self._training = made, len(scope.losses), changed, training
+            self.made, self.losses, self.changed, self._training = leaves, len(scope.losses), changed, training
         operations = [] if graph is None else graph.get_operations()[count:]
         if graph is None:
-            self._again.ran({str(n): tensor for n, tensor in enumerate(made.tensors)})
+            self._again.ran({str(n): tensor for n, tensor in enumerate(leaves.tensors)})
         else:
             check_operations(self._what, graph, operations)
             self._again.traced({}, operations)
             if is_first:
                 self._check_captures(flat, operations)
         losses = [tf.convert_to_tensor(loss) for loss in scope.losses]
-        return [*made.tensors, *losses, *(after[id(variables[n])] for n in changed)], operations
+        return [*leaves.tensors, *losses, *(after[id(variables[n])] for n in changed)], operations
 
     def _check_captures(self, flat: Sequence[tf.Tensor], operations: Sequence[Any]) -> None:
         """Refuse values that would get no gradient: graph tensors that are not arguments of the layer."""

@@ -24,7 +24,7 @@ ByStages = Callable[[Mapping[int, Sequence[Any]]], "StageReduction | None"]
 class StageReduction:
     """Reduction of this rank's gradients in one step, stage by stage.
 
-    variables: those of the optimizer, in its order. complete: the variables whose gradients each stage completes.
+    variables: the optimizer's, in its order. complete: the variables whose gradients each stage completes.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class StageReduction:
     def finish(self, gradients: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
         """Reduce the rest, and return all gradients, reduced. Collective over the replicas."""
         self._give(set(gradients), gradients)
-        found = {id(self._variables[number]): gradient for number, gradient in self._parts.finish().items()}
-        if found:
-            self._reduction.note(list(found.values()))
-        return found
+        reduced = {id(self._variables[number]): gradient for number, gradient in self._parts.finish().items()}
+        if reduced:
+            self._reduction.note(list(reduced.values()))
+        return reduced
 
     def _give(self, keys: set[int], gradients: Mapping[int, tf.Tensor]) -> None:
         for key in [key for key in self._left if key in keys and key in gradients]:
@@ -91,8 +91,8 @@ def reduce_over_replicas(optimizer: Any, variables: Sequence[Any], gradients: Gr
             + " first: use clipnorm or clipvalue, and microbatches or several calls of step() instead of passes"
         )
     known, own = _variables_of(optimizer, variables), dict(zip(map(id, variables), gradients, strict=True))
-    found = reduction.reduce([own.get(id(variable)) for variable in known], known)
-    own |= dict(zip(map(id, known), found, strict=True))
+    reduced = reduction.reduce([own.get(id(variable)) for variable in known], known)
+    own |= dict(zip(map(id, known), reduced, strict=True))
     return [own[id(variable)] for variable in variables]
 
 

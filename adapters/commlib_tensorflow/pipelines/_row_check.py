@@ -1,7 +1,7 @@
 """Row checks: verify that a stage computes for microbatches what it computes for the batch: layers may mix rows.
 
 A loss that a layer adds may be a mean over rows or a sum: the stage runs once with the same rows twice to find out.
-Then, in some batches, two microbatches run through it together, and the results are compared with those of each.
+Then, in some batches, two microbatches run through it together, and the results are compared with the results of each.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class RowCheck:
                 why = f"{type(error).__name__}: {str(error)[:200]}"
                 continue
             if len(once) == len(again) == len(double) == len(added):
-                found = [kind_of_added(*one, self._epsilon) for one in zip(once, again, double, strict=True)]
-                self._kinds.learn(found, training)
-                if None in found and self._checks:
+                kinds = [kind_of_added(*one, self._epsilon) for one in zip(once, again, double, strict=True)]
+                self._kinds.learn(kinds, training)
+                if None in kinds and self._checks:
                     self.fault = added_loss_fault(self._where)
                 return
         if not self._has_warned:
@@ -119,9 +119,9 @@ class RowCheck:
     ) -> None:
         """Compare two microbatches together with each of them: the stage's results, and the losses its layers add."""
         try:
-            made = [self._call(functions, given, values, training=False, after=False) for given, _ in of]
+            halves = [self._call(functions, given, values, training=False, after=False) for given, _ in of]
             again = self._call(functions, of[0][0], values, training=False, after=True)
-            losses = [own for _, own in made]
+            losses = [own for _, own in halves]
             if added is not None and len(losses[0]) != len(added):  # some losses exist only in training
                 is_fixed = all(new is old for new, old in zip(values[2], (*values[0], *values[1]), strict=True))
                 calls = [self._call(functions, given, values, training=True, after=False)[1] for given, _ in of]
@@ -130,11 +130,13 @@ class RowCheck:
             remedy = "make it a constant or weight of a layer, or use microbatches=1"
             warnings.warn(f"{unchecked_rows_warning(self._where, error)}: {remedy}", stacklevel=2)
             return
-        if not _all_near(made[0][0], again[0]) or not np.allclose(made[0][1], again[1], rtol=1e-3, atol=0):
+        if not _all_near(halves[0][0], again[0]) or not np.allclose(halves[0][1], again[1], rtol=1e-3, atol=0):
             return  # the stage is random
-        (one, first), (other, second), _ = zip([results for results, _ in made], (rows for _, rows in of), strict=True)
+        (one, first), (other, second), _ = zip(
+            [results for results, _ in halves], (rows for _, rows in of), strict=True
+        )
         rows = first, second
-        for name, whole in made[2][0].items():
+        for name, whole in halves[2][0].items():
             epsilon = epsilon_of(whole.dtype.name)
             if _is_float(whole) and has_mixed(
                 one[name], other[name], whole, rows, epsilon, is_last=name in self._outputs
@@ -144,8 +146,8 @@ class RowCheck:
         if added is None or not losses or any(len(own) != len(added) for own in losses):
             return
         for a, b, whole, is_sum in zip(*losses, self.sums(added, training), strict=True):
-            if said := fault_in_added(a, b, whole, rows, self._epsilon, is_sum=is_sum):
-                self.fault = added_loss_fault(self._where, said)
+            if fault := fault_in_added(a, b, whole, rows, self._epsilon, is_sum=is_sum):
+                self.fault = added_loss_fault(self._where, fault)
                 return
 
     @property
@@ -166,17 +168,17 @@ class RowCheck:
 
 def _concatenate_inputs(first: Named, second: Named, rows: int, others: int) -> Named | None:
     """Concatenate the inputs of two microbatches; return None if that is ambiguous."""
-    found: Named = {}
+    joined: Named = {}
     for name, one in first.items():
         other = second[name]
         if len(one.shape) and (one.shape[0], other.shape[0]) == (rows, others) and one.shape[1:] == other.shape[1:]:
-            found[name] = tf.concat([one, other], 0)
+            joined[name] = tf.concat([one, other], 0)
         elif one.shape == other.shape and bool(np.array_equal(to_array(one), to_array(other))):
-            found[name] = other
+            joined[name] = other
         else:
             return None
-    is_more = any(found[name].shape != one.shape for name, one in second.items())
-    return found if is_more else None
+    is_more = any(joined[name].shape != one.shape for name, one in second.items())
+    return joined if is_more else None
 
 
 def _is_float(array: Array) -> bool:

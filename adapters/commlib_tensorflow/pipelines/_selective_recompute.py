@@ -35,7 +35,7 @@ def products_of(operations: Sequence[Any]) -> list[tf.Tensor]:
     return [operation.outputs[0] for operation in operations if operation.type in _PRODUCTS]
 
 
-def without_products(function: Callable[..., Any], kept: Sequence[tf.Tensor], *arguments: Any) -> Any:
+def without_products(function: Callable[..., Any], saved: Sequence[tf.Tensor], *arguments: Any) -> Any:
     """Call `function` on `arguments` (nested tensors and None) without its products, in the graph being traced.
 
     `kept` replaces the results of its first products. Raises UsageError if these differ from those that were kept.
@@ -48,10 +48,10 @@ def without_products(function: Callable[..., Any], kept: Sequence[tf.Tensor], *a
 
     specs = [tf.TensorSpec.from_tensor(tensor) for tensor in given]
     traced = tf.function(flat, autograph=False).get_concrete_function(*specs)
-    operations = _products(traced.graph)[: len(kept)]
-    if [operation.outputs[0].dtype for operation in operations] != [tensor.dtype for tensor in kept]:
+    operations = _products(traced.graph)[: len(saved)]
+    if [operation.outputs[0].dtype for operation in operations] != [tensor.dtype for tensor in saved]:
         raise UsageError(
-            f"pipeline: checkpoint='selective': a stage computed {len(kept)} products, but different ones when its "
+            f"pipeline: checkpoint='selective': a stage computed {len(saved)} products, but different ones when its "
             "forward was recomputed: use 'full' or 'none' for layers that do not always compute the same"
         )
     definition = traced.graph.as_graph_def()
@@ -59,22 +59,24 @@ def without_products(function: Callable[..., Any], kept: Sequence[tf.Tensor], *a
     for node in definition.node:
         for place, read in enumerate(node.input):
             node.input[place] = names.get(read.removesuffix(":0"), read)
-    for name, tensor in zip(names.values(), kept, strict=True):
+    for name, tensor in zip(names.values(), saved, strict=True):
         node = definition.node.add(name=name, op="Placeholder")
         node.attr["dtype"].type = tensor.dtype.as_datatype_enum
     # Captured tensors, too: the graph lists them after its inputs.
     captured = [tf.identity(tensor) for tensor in traced.captured_inputs]
     values = {own.name: value for own, value in zip(traced.inputs, [*given, *captured], strict=True)}
-    values |= {f"{name}:0": tensor for name, tensor in zip(names.values(), kept, strict=True)}
+    values |= {f"{name}:0": tensor for name, tensor in zip(names.values(), saved, strict=True)}
     outputs = [leaf for leaf in tf.nest.flatten(traced.structured_outputs) if leaf is not None]
-    found = tf.graph_util.import_graph_def(definition, values, [names.get(o.op.name, o.name) for o in outputs], "again")
-    rest = iter(_tensor(one) for one in found)
+    imported = tf.graph_util.import_graph_def(
+        definition, values, [names.get(o.op.name, o.name) for o in outputs], "again"
+    )
+    rest = iter(_tensor(one) for one in imported)
     return tf.nest.map_structure(lambda leaf: None if leaf is None else next(rest), traced.structured_outputs)
 
 
-def _tensor(found: Any) -> tf.Tensor:
+def _tensor(value: Any) -> tf.Tensor:
     """Return the tensor for an imported name, which is an operation if the name has no output index."""
-    return found.outputs[0] if isinstance(found, tf.Operation) else found
+    return value.outputs[0] if isinstance(value, tf.Operation) else value
 
 
 def _products(graph: Any) -> list[Any]:

@@ -46,7 +46,7 @@ class Nodes:
         """Return whether a value has a mask."""
         return getattr(self.tensors[name], "_keras_mask", None) is not None
 
-    def taken(self, node: Any) -> Iterator[str]:
+    def inputs_of(self, node: Any) -> Iterator[str]:
         """Yield the names of a call's inputs."""
         return (self.names[id(tensor)] for tensor in node.input_tensors)
 
@@ -99,13 +99,13 @@ def of_units(units: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
 def _alive(nodes: Nodes) -> list[int]:
     """Return, for each operation, the number of values computed before it and used by it or later."""
     count = len(nodes.all)
-    made = dict.fromkeys(nodes.inputs, -1)
+    producers = dict.fromkeys(nodes.inputs, -1)
     last: dict[str, int] = {}
     for number, node in enumerate(nodes.all):
-        last |= dict.fromkeys(nodes.taken(node), number)
-        made |= {nodes.names[id(tensor)]: number for tensor in node.outputs}
+        last |= dict.fromkeys(nodes.inputs_of(node), number)
+        producers |= {nodes.names[id(tensor)]: number for tensor in node.outputs}
     last |= dict.fromkeys(nodes.outputs, count)
-    return [sum(made[name] < place <= end for name, end in last.items()) for place in range(count)]
+    return [sum(producers[name] < place <= end for name, end in last.items()) for place in range(count)]
 
 
 def _new_bytes(operation: Any, seen: set[int]) -> float:

@@ -70,12 +70,12 @@ class StageFunctions:
         self._layers = RecomputedLayers(layers_again, self.trainable, self.state) if layers_again else None
         self.regularized = list(regularized)
         """The variables whose regularisers count in this stage."""
-        made = _run_eagerly if eager else _compile
-        self.forward = made(self._forward)
+        wrap = _run_eagerly if eager else _compile
+        self.forward = wrap(self._forward)
         """Takes weights, state, inputs, targets and sample weights; see `_forward`."""
-        self.backward = made(self._backward)
+        self.backward = wrap(self._backward)
         """Takes the same, with the gradients of results and the weights of losses; see `_backward`."""
-        self.regularize = made(self._regularize)
+        self.regularize = wrap(self._regularize)
         """Takes the regularised weights; see `_regularize`."""
 
     def record(
@@ -86,8 +86,8 @@ class StageFunctions:
         sources = [*weights, *(given[name] for name in wanted)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
-            made = self.forward(weights, state, given, target, sample_weight, training=True, has_loss=has_loss)
-        return made, RecordedForward(tape, made[0], made[1:3], sources, wanted)
+            results = self.forward(weights, state, given, target, sample_weight, training=True, has_loss=has_loss)
+        return results, RecordedForward(tape, results[0], results[1:3], sources, wanted)
 
     def _forward(
         self, weights: Any, state: Any, given: Named, target: Any, sample_weight: Any, *, training: bool, has_loss: bool
@@ -128,9 +128,9 @@ class StageFunctions:
             with mark_recomputation():
                 results, extra, _ = self.call(weights, state, given, training=True)
             loss = self._loss_of(results, target, sample_weight) if self._outputs and has_loss else None
-        found = _gradients(tape, results, gradients, [loss, extra], shares, sources)
+        derivatives = _gradients(tape, results, gradients, [loss, extra], shares, sources)
         count = len(weights) if wants_weights else 0
-        return found[:count], dict(zip(wanted, found[count:], strict=True))
+        return derivatives[:count], dict(zip(wanted, derivatives[count:], strict=True))
 
     def _regularize(self, weights: Any, scale: Any) -> tuple[Any, list[Any]]:
         """Return the sum of the regularisers, and its gradients times `scale`."""
@@ -173,8 +173,8 @@ class StageFunctions:
         if shape is not None and shape.num_elements() == 0:
             return tf.reduce_sum(loss)  # Keras leaves the loss of no rows unreduced
         if shape is None or shape.num_elements() not in (1, None):
-            got = type(loss).__name__ if shape is None else f"a tensor of shape {tuple(shape)}"
-            raise UsageError(f"pipeline: the loss is {got}, expected a tensor with one element")
+            kind = type(loss).__name__ if shape is None else f"a tensor of shape {tuple(shape)}"
+            raise UsageError(f"pipeline: the loss is {kind}, expected a tensor with one element")
         return tf.reshape(loss, ())
 
 
@@ -190,9 +190,9 @@ class RecordedForward:
 
     def backward(self, gradients: Named, shares: Any) -> tuple[list[Any], Named]:
         """Return the gradients of weights and inputs, given the gradients of results and the weights of losses."""
-        found = _gradients(self.tape, self.results, gradients, self.losses, shares, self.sources)
+        derivatives = _gradients(self.tape, self.results, gradients, self.losses, shares, self.sources)
         count = len(self.sources) - len(self.wanted)
-        return found[:count], dict(zip(self.wanted, found[count:], strict=True))
+        return derivatives[:count], dict(zip(self.wanted, derivatives[count:], strict=True))
 
 
 def _gradients(
@@ -205,14 +205,14 @@ def _gradients(
     if not roots:
         return [None] * len(sources)
     starts = [*gradients.values(), *(tf.cast(share, loss.dtype) for loss, share in pairs)]
-    found = tape.gradient(roots, list(sources), output_gradients=starts)
-    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
+    derivatives = tape.gradient(roots, list(sources), output_gradients=starts)
+    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in derivatives]
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let TensorFlow compile a function, once for each signature; without XLA, which does not support varying sizes."""
-    made: Callable[..., Any] = tf.function(function, autograph=False, reduce_retracing=True, jit_compile=False)
-    return made
+    compiled: Callable[..., Any] = tf.function(function, autograph=False, reduce_retracing=True, jit_compile=False)
+    return compiled
 
 
 def _run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ class TensorflowTensors:
     def __init__(self, place: DevicePlace | None) -> None:
         self.device = None if place is None else place.device
         """The core's device."""
-        self._read: list[Any] = []  # arrays that the device may still copy; TensorFlow does not know of these copies
+        self._read: list[Any] = []  # arrays that the device may still copy; TensorFlow does not track these copies
 
     def array(self, value: tf.Tensor) -> Array:
         """Return the elements of a tensor; from a GPU, a copy."""
@@ -66,7 +66,7 @@ class TensorflowTensors:
         return tensor
 
     def memory(self, value: tf.Tensor) -> None:
-        """Return None: TensorFlow does not tell which tensors share memory."""
+        """Return None: TensorFlow does not expose which tensors share memory."""
 
     def is_kept(self, memory: Any) -> bool:
         """Return False."""
@@ -176,10 +176,10 @@ class TensorflowStage:
         self._again, self._layers_again = again, layers_again
         self._keeps_products, self._statistics = keeps_products, statistics
         self._outputs, self._masks, self._values, self._versions = outputs, masks, values, versions
-        self._sent = tuple(dict.fromkeys(name for names in gives.values() for name in names))
+        self._output_names = tuple(dict.fromkeys(name for names in gives.values() for name in names))
         self.batch = Batch()
         """Set before each run."""
-        self._kept: dict[int, _SavedMicrobatch] = {}
+        self._saved: dict[int, _SavedMicrobatch] = {}
         self.prepare(None, regularized=(), shared=(), eager=False, update=None)
 
     def prepare(
@@ -213,7 +213,7 @@ class TensorflowStage:
 
     def clear(self) -> None:
         """Discard the current batch."""
-        self._kept.clear()
+        self._saved.clear()
         self._look.end()
         self.batch = Batch()
 
@@ -235,13 +235,13 @@ class TensorflowStage:
         arguments, recorded = (weights, state, given, *self._target(microbatch)), None
         if batch.is_training and not self._again:
             has_loss = batch.has_loss_of(microbatch)
-            made, recorded = functions.record(*arguments, has_loss=has_loss)
+            returned, recorded = functions.record(*arguments, has_loss=has_loss)
         else:
-            made = functions.forward(*arguments, training=batch.is_training, has_loss=batch.has_loss_of(microbatch))
-        results, loss, extra, changed, products = made
+            returned = functions.forward(*arguments, training=batch.is_training, has_loss=batch.has_loss_of(microbatch))
+        results, loss, extra, changed, products = returned
         if batch.is_training:
-            kept = self._kept[microbatch] = _SavedMicrobatch(weights, state, given, products, recorded=recorded)
-            kept.marks = () if functions.again is None else functions.again.marks
+            saved = self._saved[microbatch] = _SavedMicrobatch(weights, state, given, products, recorded=recorded)
+            saved.marks = () if functions.again is None else functions.again.marks
         count = batch.rows[microbatch]
         if batch.has_loss and count:
             now = [old if new is None else new for old, new in zip((*weights, *state), changed, strict=True)]
@@ -258,34 +258,34 @@ class TensorflowStage:
             batch.extras[self.number, microbatch] = _make_own(extra, arrays), self._look.sums(extra, batch.is_training)
         if self._outputs and (batch.keeps_outputs or (batch.looks and self._keeps_for_check(results))):
             batch.outputs[microbatch] = [_make_own(results[name], arrays) for name in (*self._outputs, *self._masks)]
-        sent = {name: _make_own(results[name], arrays) for name in self._sent}
-        return {target: StageValues([sent[name] for name in names]) for target, names in self._gives.items()}
+        outputs = {name: _make_own(results[name], arrays) for name in self._output_names}
+        return {target: StageValues([outputs[name] for name in names]) for target, names in self._gives.items()}
 
     def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
         """Run the backward of a microbatch: see `commlib.pipeline.stage.Stage`."""
-        kept = self._kept.pop(microbatch)
-        kept.gradients = self._summed(gradients)
-        if kept.recorded is not None:
-            of_weights, of_inputs = kept.recorded.backward(kept.gradients, self._shares(microbatch))
+        saved = self._saved.pop(microbatch)
+        saved.gradients = self._summed(gradients)
+        if saved.recorded is not None:
+            of_weights, of_inputs = saved.recorded.backward(saved.gradients, self._shares(microbatch))
         else:
-            of_weights, of_inputs = self._differentiate(microbatch, kept, weights=True, inputs=bool(self._takes))
-        self._add(of_weights, kept)
-        return self._to_sources(of_inputs, kept)
+            of_weights, of_inputs = self._differentiate(microbatch, saved, weights=True, inputs=bool(self._takes))
+        self._add(of_weights, saved)
+        return self._to_sources(of_inputs, saved)
 
     def backward_input(self, microbatch: int, gradients: ByStage) -> ByStage:
         """Compute the gradients of inputs: see `commlib.pipeline.stage.Stage`."""
-        kept = self._kept[microbatch]
-        kept.gradients = self._summed(gradients)
+        saved = self._saved[microbatch]
+        saved.gradients = self._summed(gradients)
         if not self._takes:
             return {}
-        _, of_inputs = self._differentiate(microbatch, kept, weights=False, inputs=True)
-        return self._to_sources(of_inputs, kept)
+        _, of_inputs = self._differentiate(microbatch, saved, weights=False, inputs=True)
+        return self._to_sources(of_inputs, saved)
 
     def backward_weight(self, microbatch: int, *, final: bool) -> None:
         """Compute the gradients of weights: see `commlib.pipeline.stage.Stage`."""
-        kept = self._kept.pop(microbatch)
-        of_weights, _ = self._differentiate(microbatch, kept, weights=True, inputs=False)
-        self._add(of_weights, kept)
+        saved = self._saved.pop(microbatch)
+        of_weights, _ = self._differentiate(microbatch, saved, weights=True, inputs=False)
+        self._add(of_weights, saved)
 
     def reduce(self) -> None:
         """Start the reduction of complete gradients, if stages reduce them; otherwise the optimizer reduces all."""
@@ -309,16 +309,16 @@ class TensorflowStage:
         if not functions.regularized:
             return 0.0
         weights = self._values.read(functions.regularized)
-        loss, found = functions.regularize(weights, tf.constant(self.batch.scale, tf.float64))
+        loss, derivatives = functions.regularize(weights, tf.constant(self.batch.scale, tf.float64))
         if gradients:
-            self.batch.add(functions.regularized, found)
+            self.batch.add(functions.regularized, derivatives)
         return float(loss)
 
     def _keeps_for_check(self, results: Named) -> bool:
         """Return whether to keep another microbatch's outputs for the check: two, or as many as fit into memory."""
-        kept = len(self.batch.outputs)
+        count = len(self.batch.outputs)
         size = sum(int(tf.size(results[name])) * results[name].dtype.size for name in self._outputs)
-        return kept < 2 or (kept + 1) * size <= KEPT
+        return count < 2 or (count + 1) * size <= KEPT
 
     def _target(self, microbatch: int) -> tuple[Any, Any]:
         batch = self.batch
@@ -335,41 +335,41 @@ class TensorflowStage:
         return tf.constant(share * batch.scale, tf.float64), tf.constant(of_added, tf.float64)
 
     def _differentiate(
-        self, microbatch: int, kept: _SavedMicrobatch, *, weights: bool, inputs: bool
+        self, microbatch: int, saved: _SavedMicrobatch, *, weights: bool, inputs: bool
     ) -> tuple[list[tf.Tensor | None], Named]:
-        found: tuple[list[tf.Tensor | None], Named] = self.functions.backward(
-            kept.weights, kept.state, kept.given, kept.gradients, *self._target(microbatch),
-            self._shares(microbatch), kept.products, has_loss=self.batch.has_loss_of(microbatch),
+        gradients: tuple[list[tf.Tensor | None], Named] = self.functions.backward(
+            saved.weights, saved.state, saved.given, saved.gradients, *self._target(microbatch),
+            self._shares(microbatch), saved.products, has_loss=self.batch.has_loss_of(microbatch),
             wants_weights=weights, wants_inputs=inputs,
         )  # fmt: skip
-        if kept.marks and self.functions.again is not None:
-            self.functions.again.check(kept.marks)
-        return found
+        if saved.marks and self.functions.again is not None:
+            self.functions.again.check(saved.marks)
+        return gradients
 
     # Gradients to and from other stages
 
     def _summed(self, gradients: ByStage) -> Named:
         """Return the gradients of the sent values, by name. A value sent to several stages sums their gradients."""
-        found: Named = {}
+        sums: Named = {}
         for target, values in gradients.items():
             for name, gradient in zip(self._gives[target], values.tensors, strict=True):
                 if gradient is not None:
-                    found[name] = found[name] + gradient if name in found else gradient
-        return found
+                    sums[name] = sums[name] + gradient if name in sums else gradient
+        return sums
 
-    def _add(self, of_weights: Sequence[tf.Tensor | None], kept: _SavedMicrobatch) -> None:
+    def _add(self, of_weights: Sequence[tf.Tensor | None], saved: _SavedMicrobatch) -> None:
         """Add to the gradients of weights.
 
         For a microbatch of one row a gradient may share memory with a result's gradient.
         """
-        arrays = kept.arrays()
+        arrays = saved.arrays()
         own = [None if gradient is None else _make_own(gradient, arrays) for gradient in of_weights]
         self.batch.add(self.functions.trainable, own)
 
-    def _to_sources(self, of_inputs: Named, kept: _SavedMicrobatch) -> dict[int, StageValues]:
-        arrays = kept.arrays()
-        found = {name: None if value is None else _make_own(value, arrays) for name, value in of_inputs.items()}
-        return {source: StageValues([found.get(name) for name in names]) for source, names in self._takes.items()}
+    def _to_sources(self, of_inputs: Named, saved: _SavedMicrobatch) -> dict[int, StageValues]:
+        arrays = saved.arrays()
+        gradients = {name: None if value is None else _make_own(value, arrays) for name, value in of_inputs.items()}
+        return {source: StageValues([gradients.get(name) for name in names]) for source, names in self._takes.items()}
 
 
 def _message_memory(tensors: Sequence[tf.Tensor]) -> list[Array]:

@@ -202,13 +202,13 @@ class StepRunner:
         Variables that other ranks share are left out.
         """
         last = self.pipe.runner.last_gradients
-        found: dict[int, list[Any]] = {number: [] for number in sorted(self.stages, key=last.__getitem__)}
-        owners = {id(v): number for number in found for v in self.stages[number].part.trainable_variables}
-        for number, own in found.items():
+        outputs: dict[int, list[Any]] = {number: [] for number in sorted(self.stages, key=last.__getitem__)}
+        owners = {id(v): number for number in outputs for v in self.stages[number].part.trainable_variables}
+        for number, own in outputs.items():
             for variable in self.stages[number].part.trainable_variables:
                 if owners[id(variable)] == number and not self.tied.has(variable):
                     own.append(variable)
-        return found
+        return outputs
 
     def run(
         self,
@@ -266,7 +266,7 @@ class StepRunner:
     def _begin(self, batch: Batch, x: Any, y: Any, sample_weight: Any, *, cut: bool) -> tuple[int, Any, Any]:
         """Cut the batch, and agree on its rows. Raises UsageError on all ranks if the batch of one rank is invalid."""
         comm, first, last = self.pipe.comm, self.pipe.first, self.pipe.last
-        told, inputs, error = [NONE] * 2, None, None
+        counts, inputs, error = [NONE] * 2, None, None
         given = BatchDigests()
         compiled = zlib.crc32("\n".join(self._compiled).encode())
         of_x: list[int] = []
@@ -278,7 +278,7 @@ class StepRunner:
                 if x is None:
                     raise UsageError(f"pipeline: rank {comm.rank} has the first stage: pass x on it")
                 inputs, of_x = self._cut_x(x, cut=cut)
-                told[0] = sum(of_x)
+                counts[0] = sum(of_x)
             if comm.rank in (first, last) and batch.has_loss:
                 y = as_tensors(y, "y")
                 outputs = len(self._masked) if cut else 0  # otherwise a list is one of microbatches
@@ -287,14 +287,14 @@ class StepRunner:
                     given = BatchDigests(y=digest(y), sample_weight=digest(sample_weight))
                 if y is not None:
                     pairs, of_y = self._cut_y(y, sample_weight, cut=cut)
-                    told[1] = sum(of_y)
+                    counts[1] = sum(of_y)
                     if comm.rank == last:
                         self._weigh(batch, x, pairs, of_y, cut=cut)
                 elif comm.rank == last and self._loss is not None:
                     raise UsageError(f"pipeline: rank {comm.rank} has the last stage: pass y on it")
         except Exception as caught:
-            error, told = caught, [_FAILED] * 2
-        every = agree_on_kind(comm, kind, [*told, compiled, *given])
+            error, counts = caught, [_FAILED] * 2
+        every = agree_on_kind(comm, kind, [*counts, compiled, *given])
         if error is not None:
             raise error
         if batch.has_loss and len(set(every[:, 2])) > 1:
@@ -338,11 +338,11 @@ class StepRunner:
         """Return the rows of each microbatch. Raises UsageError on all ranks if x and y differ in rows."""
         if cut:
             return [part.stop - part.start for part in rows_of(rows, self._microbatches)]
-        told = self.pipe.comm.all_gather_object((of_x, of_y))
-        of_x, of_y = told[self.pipe.first][0], told[self.pipe.last][1]
+        counts = self.pipe.comm.all_gather_object((of_x, of_y))
+        of_x, of_y = counts[self.pipe.first][0], counts[self.pipe.last][1]
         if of_x != of_y:
             raise UsageError(
-                f"pipeline: microbatches of x have {of_x} rows, those of y {of_y}: both must come from one batch"
+                f"pipeline: microbatches of x have {of_x} rows, microbatches of y {of_y}: both must come from one batch"
             )
         return of_x
 
@@ -355,9 +355,9 @@ class StepRunner:
         every = agree_on_kind(self.pipe.comm, CallKind.END_EPOCH, [*own, *BatchDigests()])
         rates = {rank: float(bits.view(np.float64)) for rank, bits in enumerate(every[:, 2]) if every[rank, 1]}
         if len(set(rates.values())) > 1:
-            told = ", ".join(f"{value:g} on rank {rank}" for rank, value in rates.items())
+            text = ", ".join(f"{value:g} on rank {rank}" for rank, value in rates.items())
             raise MismatchError(
-                f"pipeline: ranks have different learning rates after an epoch of fit: {told} (this is rank "
+                f"pipeline: ranks have different learning rates after an epoch of fit: {text} (this is rank "
                 f"{self.pipe.comm.rank} of {self.pipe.comm.size}): all ranks need the callbacks that set it"
             )
         return bool(every[:, 0].any())
@@ -401,12 +401,12 @@ class StepRunner:
         fault = next((stage.fault for stage in self.stages.values() if stage.fault), "")
         fault = fault or (self._fault(batch) if batch.looks else "")
         has_any = bool(batch.losses or batch.extras or any(one.functions.regularized for one in self.stages.values()))
-        told = self.pipe.comm.all_gather(np.array([[own, float(bool(fault)), float(has_any)]]))
-        if told[:, 1].any():
-            self.pipe.refuse(self.pipe.comm.broadcast_object(fault, int(told[:, 1].argmax())))
-        if self._loss is None and not told[:, 2].any():
+        reports = self.pipe.comm.all_gather(np.array([[own, float(bool(fault)), float(has_any)]]))
+        if reports[:, 1].any():
+            self.pipe.refuse(self.pipe.comm.broadcast_object(fault, int(reports[:, 1].argmax())))
+        if self._loss is None and not reports[:, 2].any():
             self.pipe.refuse("pipeline: there is no loss: give loss= to pipeline() or to compile()")
-        return float(sum(told[:, 0]))
+        return float(sum(reports[:, 0]))
 
     def _fault(self, batch: Batch) -> str:
         """Return an error text if the losses of microbatches disagree with the loss of some of them together; or ""."""
@@ -453,10 +453,10 @@ class StepRunner:
         where = self._where.output
         if isinstance(where, dict):
             where = {key: where.get(key, 0) for key in self.graph.output}
-        found = keras.tree.flatten(where) if isinstance(where, dict | list | tuple) else [where] * len(self._masked)
-        if len(found) != len(self._masked):
+        dims = keras.tree.flatten(where) if isinstance(where, dict | list | tuple) else [where] * len(self._masked)
+        if len(dims) != len(self._masked):
             raise UsageError(f"pipeline: rows={self._where.output} does not match the {len(self._masked)} outputs")
-        return found
+        return dims
 
     def shared(self, outputs: list[tf.Tensor] | None) -> list[tf.Tensor]:
         """Return the last stage's outputs on every rank. Collective."""

@@ -60,9 +60,9 @@ class TiedWeights:
         """
         if not self.exist:
             return
-        told = self._comm.all_gather_object({tied.number: bool(tied.variable.trainable) for tied in self._tied})
+        answers = self._comm.all_gather_object({tied.number: bool(tied.variable.trainable) for tied in self._tied})
         for number, variable in enumerate(self._everything):
-            trained = {one[number]: rank for rank, one in reversed(list(enumerate(told))) if number in one}
+            trained = {one[number]: rank for rank, one in reversed(list(enumerate(answers))) if number in one}
             if len(trained) > 1:
                 raise MismatchError(
                     f"pipeline: {variable.path} is a weight that stages on several ranks share: it is frozen on rank "

@@ -58,9 +58,9 @@ class TrainableState:
     def lines(self) -> list[str]:
         """Return lines about frozen layers and variables, which ranks compare: by number, as names may differ."""
         layers, variables = self._then[: len(self._layers)], self._then[len(self._layers) :]
-        found = [f"layer {number} of the stages is frozen" for number, one in enumerate(layers) if not one]
-        found += [f"variable {number} of the stages is frozen" for number, one in enumerate(variables) if not one]
-        return found
+        lines = [f"layer {number} of the stages is frozen" for number, one in enumerate(layers) if not one]
+        lines += [f"variable {number} of the stages is frozen" for number, one in enumerate(variables) if not one]
+        return lines
 
     def check(self) -> None:
         """Raise UsageError if anything was frozen or thawed since."""
@@ -100,11 +100,11 @@ class _Owner:
     def fault(self) -> str:
         """Return the gained or lost object as text; "" if there is none."""
         now = [one for store in _stores_of(self.layer) for one in store]
-        new, lost = _difference(now, self._then), _difference(self._then, now)
-        if not new and not lost:
+        new, removed = _difference(now, self._then), _difference(self._then, now)
+        if not new and not removed:
             is_same = list(map(id, now)) == list(map(id, self._then))
             return "" if is_same else f"{_describe(self.layer)} has its variables or layers in another order"
-        return f"{_describe(self.layer)} has {'a new' if new else 'lost its'} {_describe((new or lost)[0])}"
+        return f"{_describe(self.layer)} has {'a new' if new else 'lost its'} {_describe((new or removed)[0])}"
 
 
 def _difference(some: Sequence[Any], others: Sequence[Any]) -> list[Any]:

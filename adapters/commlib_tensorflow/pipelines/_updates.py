@@ -23,7 +23,7 @@ from commlib_tensorflow.pipelines._replicas import Gradients, note, reduce_over_
 
 
 def check_optimizer(optimizer: Any, *, ranks: int, flushes: bool) -> None:
-    """Refuse settings that an optimizer of a part of a model cannot support. The UsageError says what to do instead."""
+    """Refuse settings that an optimizer of a part of a model cannot support. The UsageError suggests a remedy."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise UsageError(
             "pipeline: a LossScaleOptimizer, which compile() wraps around every optimizer of a mixed_float16 model, "
@@ -164,8 +164,8 @@ def local_state_of(optimizer: Any) -> list[Any]:
     if not places:
         return []
     plain = getattr(optimizer, "inner_optimizer", optimizer)
-    kept = [variables[place] for variables in lists_of(plain).values() for place in places]
-    return [variable for variable in kept if variable is not None]
+    slots = [variables[place] for variables in lists_of(plain).values() for place in places]
+    return [variable for variable in slots if variable is not None]
 
 
 def singles_of(optimizer: Any) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class VariableValues:
         """Record that the weights are about to be updated: earlier versions stay for readers that still need them."""
         self._keep_newest()
         self._updates += 1
-        self._versions = {version: kept for version, kept in self._versions.items() if version >= self._updates - 1}
+        self._versions = {version: values for version, values in self._versions.items() if version >= self._updates - 1}
 
     def _keep_newest(self) -> None:
         if self._updates not in self._versions:

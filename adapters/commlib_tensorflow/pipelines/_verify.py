@@ -88,7 +88,7 @@ _Program = Callable[[], tuple[_Computed, list[Any], list[Any]]]
 def _run(graph: Any, cut: SplitModel, program: _Program) -> ModelRun:
     """Run a program without side effects, and record its results."""
     stages = list(reversed(list(enumerate(cut.parts))))
-    made = {name: number for number, part in stages for name in part.gives}
+    producers = {name: number for number, part in stages for name in part.gives}
     with prevent_side_effects([graph], graph.variables):
         (values, added), gradients, after = tf.function(program, autograph=False)()
         values_of = {f"the output of {name}": to_array(value) for name, value in values.items()}
@@ -100,7 +100,7 @@ def _run(graph: Any, cut: SplitModel, program: _Program) -> ModelRun:
             for variable, gradient in zip(graph.trainable_variables, gradients, strict=True)
         },
         {variable.path: value for variable, value in zip(graph.variables, state, strict=True)},
-        {f"the output of {name}": made[name] for name in values}
+        {f"the output of {name}": producers[name] for name in values}
         | {variable.path: number for number, part in stages for variable in part.variables},
     )
 
@@ -149,8 +149,8 @@ def _in_stages(cut: SplitModel, inputs: Sequence[tf.Tensor], *, training: bool) 
                 now |= {id(variable): value for variable, value in pairs if value is not None}
             regularized = [v for v in graph.trainable_variables if v.regularizer is not None]
             added += whole_penalties(regularized, [v.regularizer(now[id(v)]) for v in regularized])
-            found = {name: values[name] for part in cut.parts for name in part.gives if not name.endswith(MASK)}
-            computed = found, _sum(added)
+            outputs = {name: values[name] for part in cut.parts for name in part.gives if not name.endswith(MASK)}
+            computed = outputs, _sum(added)
             root = _root(*computed)
         return computed, tape.gradient(root, weights), [now[id(v)] for v in graph.variables]
 
@@ -203,16 +203,16 @@ def check_batch(
         inputs = inputs_of(graph, x)
         parts = rows_of(rows_in(inputs, "x"), steps.pipe.schedule.microbatches)
         nest = partial(keras.tree.pack_sequence_as, graph.input)
-        made = [graph(nest(take_rows(inputs, part)), training=False) for part in parts if part.start < part.stop]
-        outputs = [tf.concat(own, 0) for own in zip(*map(keras.tree.flatten, made), strict=True)]
+        expected = [graph(nest(take_rows(inputs, part)), training=False) for part in parts if part.start < part.stop]
+        outputs = [tf.concat(own, 0) for own in zip(*map(keras.tree.flatten, expected), strict=True)]
         whole |= {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, outputs, strict=True)}
         has_loss = loss is not None and y is not None
         if has_loss:
             value = loss(as_tensors(y, "y"), keras.tree.flatten(graph(nest(inputs), training=False)), None)
             whole["the loss"] = np.array(float(value) + float(_sum(graph.losses)), keras.config.floatx())
     with prevent_side_effects([graph], list(steps.variables.values())):
-        came = steps.shared(steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs)
-    own = {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, came, strict=True)}
+        outputs_of_stages = steps.shared(steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs)
+    own = {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, outputs_of_stages, strict=True)}
     if has_loss:
         with prevent_side_effects([graph], list(steps.variables.values())):
             own["the loss"] = np.array(steps.run(x, y, None).loss, keras.config.floatx())

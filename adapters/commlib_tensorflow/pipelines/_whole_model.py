@@ -62,8 +62,8 @@ class WholeModel:
 
     def weights(self, comm: Communicator) -> list[Array]:
         """Return the values of the model's weights, in its order, on every rank. Collective."""
-        found = list(self.values(comm))
-        return [found[place] for place in self._weights]
+        values = list(self.values(comm))
+        return [values[place] for place in self._weights]
 
     @property
     def count(self) -> int:

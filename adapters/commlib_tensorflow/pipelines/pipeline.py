@@ -107,7 +107,7 @@ def pipeline(
         split: "auto" (even bytes of weights), "time" (even time, as measured), the number of operations of each stage,
             the names of the layers with which the later stages begin, or a function of the model that returns one of
             these.
-        stages: The total number of stages, if a rank has several; None: as the schedule says.
+        stages: The total number of stages, if a rank has several; None: from the schedule.
         checkpoint: The activations kept between forward and backward: "none" recomputes nothing, "selective" keeps the
             results of products (except those within loops), "full" keeps only a stage's inputs; or one of these words
             for each of some layers, by patterns of their names, {"block*": "full", "*.attention": "selective"}, or a
@@ -194,27 +194,27 @@ def _share_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a method: an error on one rank is sent to all ranks."""
 
     @wraps(method)
-    def told(self: Any, *args: Any, **options: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
         with self.pipe.together():
             return method(self, *args, **options)
 
-    return told
+    return wrapper
 
 
 def _report_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a method: an error between batches, such as a callback's, is also sent to all ranks."""
 
     @wraps(method)
-    def told(self: Any, *args: Any, **options: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
         with self.pipe.telling(method.__name__):
             return method(self, *args, **options)
 
-    return told
+    return wrapper
 
 
 @dataclass(slots=True)
 class _PipelineState:
-    """State of a pipeline apart from its layers, hidden from Keras."""
+    """State of a pipeline other than its layers, hidden from Keras."""
 
     steps: StepRunner
     whole: WholeModel
@@ -227,8 +227,8 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     """This rank's stages of a model, as a Keras model. Made by `pipeline`.
 
     All ranks call `fit`, `evaluate`, `predict`, `save` and the others in the same order, with the same arguments: x is
-    read on the rank of the first stage, y on that of the last. Results, and the logs of callbacks, are the same on all
-    ranks. Variables, and the optimizer, are those of this rank's stages.
+    read on the rank of the first stage, y on the last stage's. Results, and the logs of callbacks, are the same on all
+    ranks. Variables and the optimizer belong to this rank's stages.
     """
 
     def __init__(self, name: str, steps: StepRunner, whole: WholeModel, *, why: str = "") -> None:
@@ -263,7 +263,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
         The gradients of the whole batch, as one process would compute them, are added to `gradients`; if the optimizer
         scales losses, they are scaled. x: a tensor, a list of them or a dict by the names of the inputs, needed on the
-        rank of the first stage; y and sample_weight: needed on that of the last. cut: False if they are lists of at
+        rank of the first stage; y and sample_weight: needed on the last stage's. cut: False if they are lists of at
         most as many microbatches as the schedule has, which may differ in shape. details, outputs: return `Details`,
         with the batch's outputs if requested, and without metrics, which only `fit` has.
 
@@ -430,10 +430,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Make predict take its steps outside of graphs."""
 
         def function(batches: Iterable[Any]) -> Any:
-            found = [self.predict_step(data) for data in batches]
+            outputs = [self.predict_step(data) for data in batches]
             places = self._own.steps.nest(self._own.steps.places_of_outputs)
             return keras.tree.map_structure(
-                lambda place, *parts: parts[0] if place == WHOLE else tf.concat(parts, place), places, *found
+                lambda place, *parts: parts[0] if place == WHOLE else tf.concat(parts, place), places, *outputs
             )
 
         self.predict_function = function
@@ -606,8 +606,8 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         own.logs = Logs(measure, super()._flatten_metrics_in_order)
         own.updates = Updates(self.optimizer, eager=bool(self.run_eagerly))
         loss = None if self._compile_loss is None else self._loss_of
-        kept = self._compile_metrics  # a compile without metrics does not replace it
-        metrics = [getattr(kept, name, None) for name in ("_user_metrics", "_user_weighted_metrics")]
+        compile_metrics = self._compile_metrics  # a compile without metrics does not replace it
+        metrics = [getattr(compile_metrics, name, None) for name in ("_user_metrics", "_user_weighted_metrics")]
         own.steps.prepare(
             loss,
             own.steps.losses_of(self.loss),
@@ -618,7 +618,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         )
 
     def _loss_of(self, target: Any, outputs: list[Any], sample_weight: Any) -> Any:
-        """Return the compiled loss. Its per-output metrics are discarded: they would be those of microbatches."""
+        """Return the compiled loss. Its per-output metrics are discarded: they would be of microbatches."""
         with keras.StatelessScope():
             return self._compile_loss(target, self._own.steps.nest(outputs), sample_weight)
 
@@ -670,7 +670,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         return self._own.steps.agree_to_stop(stops, float(keras.ops.convert_to_numpy(rate)) if is_set else None)
 
     def _verbose(self, verbose: Any) -> Any:
-        """Let only rank 0 print, unless the user asks for more."""
+        """Let only rank 0 print, unless the user requests more."""
         return 0 if verbose == "auto" and self.pipe.comm.rank else verbose
 
 

@@ -17,7 +17,7 @@ from commlib_tensorflow.tensor.moves import redistribute
 
 
 class ShardedSum:
-    """Regularizer that sums over the shards of all ranks. Its `__class__` is that of the plain one.
+    """Regularizer that sums over the shards of all ranks. Its `__class__` is the plain one's.
 
     copies: the number of ranks with the same shard, which counts once.
     """

@@ -60,6 +60,6 @@ def _agree_before(
         return [np.array(agree(int(tokens), int(number)) or 0, np.int64)]
 
     inputs = [tf.shape(x, tf.int64)[dim], tf.cast(number, tf.int64)]
-    (found,) = call_in_order(what, host, inputs, [Spec(tf.int64, ())])
-    with tf.control_dependencies([found]):
-        return tf.identity(x), found
+    (answer,) = call_in_order(what, host, inputs, [Spec(tf.int64, ())])
+    with tf.control_dependencies([answer]):
+        return tf.identity(x), answer

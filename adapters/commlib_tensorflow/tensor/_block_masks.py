@@ -50,9 +50,9 @@ class BlockMask:
         """Return weights, or their gradients, after dropout: dropped ones are zeros, the others are scaled up."""
         if self.bits is None:
             return weights
-        drawn = hash_number(self.bits.rows[..., tf.newaxis], self.bits.keys, tf.bitwise.right_shift)
-        kept = group_by_keys(drawn >= keep_threshold(self.rate), weights, served)
-        return weights * tf.cast(kept, weights.dtype) * (1 / (1 - self.rate))
+        random = hash_number(self.bits.rows[..., tf.newaxis], self.bits.keys, tf.bitwise.right_shift)
+        remaining = group_by_keys(random >= keep_threshold(self.rate), weights, served)
+        return weights * tf.cast(remaining, weights.dtype) * (1 / (1 - self.rate))
 
 
 class BlockMasks:
@@ -77,7 +77,7 @@ class BlockMasks:
             self._bits = DropoutBits(rows, hash_key(of_keys, tf.concat(keys, 0), shift))
 
     def of(self, block: Block, source: int) -> BlockMask:
-        """Return the mask of a block whose keys are those of rank `source`."""
+        """Return the mask of the block with the keys of rank `source`."""
         start, stop = self.columns(block, source)
         mask = None if self._mask is None else narrow_mask(self._mask, block.queries)[..., start:stop]
         bits = None

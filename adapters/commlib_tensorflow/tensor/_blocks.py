@@ -1,6 +1,6 @@
 """Attention of some queries to some keys, and its gradients, accumulated in float32, or float64 for float64.
 
-Stats of scores are those of `commlib.context_parallel.ring`; a `BlockMask` decides which keys are visible.
+Statistics of scores are as in `commlib.context_parallel.ring`; a `BlockMask` decides which keys are visible.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, scale: float, sight: BlockM
     largest = tf.reduce_max(scores, -1, keepdims=True)
     weights = tf.exp(scores - finite(largest))
     total = tf.reduce_sum(weights, -1, keepdims=True)
-    found = tf.matmul(sight.drop(weights, served), values) / tf.maximum(total, 1)
-    return _ungroup(found, q), _ungroup(tf.concat([largest, total], -1), q)
+    result = tf.matmul(sight.drop(weights, served), values) / tf.maximum(total, 1)
+    return _ungroup(result, q), _ungroup(tf.concat([largest, total], -1), q)
 
 
 def gradients(

@@ -13,16 +13,16 @@ class CallHook:
     """A model with a call hook."""
 
 
-def hook_calls(model: Any, hear: Callable[[tuple[Any, ...], Mapping[str, Any]], Callable[[], None] | None]) -> None:
-    """Call `hear` with the arguments of each call of a model, before the call. The model keeps its `__class__`.
+def hook_calls(model: Any, hook: Callable[[tuple[Any, ...], Mapping[str, Any]], Callable[[], None] | None]) -> None:
+    """Call `hook` with the arguments of each call of a model, before the call. The model keeps its `__class__`.
 
-    `hear` may return a function to run after a successful call. A new hook replaces the previous one.
+    `hook` may return a function to run after a successful call. A new hook replaces the previous one.
     """
 
-    def heard(call: Callable[..., Any], given: int) -> Any:
+    def with_hook(call: Callable[..., Any], given: int) -> Any:
         @functools.wraps(call)
         def calling(*args: Any, **options: Any) -> Any:
-            after = hear(args[given:], options)
+            after = hook(args[given:], options)
             result = call(*args, **options)
             if after is not None:
                 after()
@@ -31,9 +31,9 @@ def hook_calls(model: Any, hear: Callable[[tuple[Any, ...], Mapping[str, Any]], 
         return calling
 
     if "call" in vars(model):  # set by a user, for example tf.function(model.call)
-        model.call = heard(model.call, 0)
+        model.call = with_hook(model.call, 0)
         return
     own, plain = type(model), model.__class__
     if CallHook in own.__bases__:
         vars(object)["__class__"].__set__(model, own.plain_class)
-    change_class(model, CallHook, call=heard(type(model).call, 1), __class__=property(lambda self: plain))
+    change_class(model, CallHook, call=with_hook(type(model).call, 1), __class__=property(lambda self: plain))

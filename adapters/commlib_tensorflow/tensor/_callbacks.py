@@ -194,21 +194,21 @@ class UnshardedFiles:
         return getattr(self._model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("set", name, value)
+        self._request("set", name, value)
 
     def save(self, *args: Any, **options: Any) -> None:
         """Save the unsharded model as Keras does."""
-        self._ask("gather").save(*args, **options)
+        self._request("gather").save(*args, **options)
 
     def save_weights(self, *args: Any, **options: Any) -> None:
         """Save the weights of the unsharded model as Keras does."""
-        self._ask("gather").save_weights(*args, **options)
+        self._request("gather").save_weights(*args, **options)
 
     def load_weights(self, *args: Any, **options: Any) -> None:
         """Load weights of the unsharded model, on all ranks."""
-        self._ask("load", args, options)
+        self._request("load", args, options)
 
-    def _ask(self, what: str, *given: Any) -> Any:
+    def _request(self, what: str, *given: Any) -> Any:
         self._comm.broadcast_object((what, *given))
         return _ACTIONS[what](self._model, self._comm, *given)
 

@@ -103,14 +103,14 @@ def kind_of_call(
 
     autocast: Keras casts floats to the model's dtype, so all float dtypes are one kind.
     """
-    told = _kind_of_cast if autocast else _kind_of_other
-    given = [(name, kind_of(one, told)) for name, one in options.items() if name != "training"]
-    return training, kind_of(args, told), frozenset(given)
+    describe = _kind_of_cast if autocast else _kind_of_other
+    given = [(name, kind_of(one, describe)) for name, one in options.items() if name != "training"]
+    return training, kind_of(args, describe), frozenset(given)
 
 
 def _kind_of_cast(one: Any) -> Any:
-    found = _kind_of_other(one)
-    return (found[0], "a float", *found[2:]) if type(found) is tuple and found[1] in _FLOATS else found
+    kind = _kind_of_other(one)
+    return (kind[0], "a float", *kind[2:]) if type(kind) is tuple and kind[1] in _FLOATS else kind
 
 
 def _kind_of_other(one: Any) -> Any:

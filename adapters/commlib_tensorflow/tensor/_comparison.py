@@ -20,7 +20,7 @@ from commlib_tensorflow._host_calls import is_recording
 
 _NOTES = "_commlib_alike"
 _GRADIENTS = 4
-"""Most gradients kept in a graph: those of the last outputs come first, and each is kept until the optimizer's step."""
+"""Maximum number of gradients kept in a graph until the optimizer's step; the last outputs' come first."""
 
 
 class TensorNote(NamedTuple):
@@ -47,7 +47,7 @@ class TensorNote(NamedTuple):
         first = tf.gather(x, tf.zeros([length], tf.int32), axis=self.sequence)
         return [flat, tf.reduce_any(x != first)]
 
-    def note(self, sample: Array, tells: Any = True) -> Note:
+    def note(self, sample: Array, differs: Any = True) -> Note:
         """Return a sample of the values that were read."""
         return note_tensor(
             self.what,
@@ -57,7 +57,7 @@ class TensorNote(NamedTuple):
             np.asarray(sample),
             is_gradient=self.is_gradient,
             is_part=self.sequence is not None,
-            tells=bool(tells),
+            tells=bool(differs),
         )
 
 
@@ -79,15 +79,15 @@ def _note(
     watch: AxisWatch = axis.watch
     if watch.is_hidden or not tf.is_tensor(x):
         return
-    found = TensorNote(axis, what, layer.path, x, sequence, is_gradient)
+    tensor_note = TensorNote(axis, what, layer.path, x, sequence, is_gradient)
     if tf.executing_eagerly():
         if watch.takes and (is_gradient or is_recording()):
-            watch.notes.append(found.note(*(one.numpy() for one in found.read())))
+            watch.notes.append(tensor_note.note(*(one.numpy() for one in tensor_note.read())))
         return
     graph = tf.compat.v1.get_default_graph()
     notes = getattr(graph, _NOTES, [])
     if not is_gradient or sum(note.is_gradient and note.axis is axis for note in notes) < _GRADIENTS:
-        setattr(graph, _NOTES, [*notes, found])
+        setattr(graph, _NOTES, [*notes, tensor_note])
 
 
 def take_graph_notes(axes: Sequence[ParallelAxis]) -> Iterator[TensorNote]:

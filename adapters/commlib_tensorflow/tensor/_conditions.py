@@ -25,25 +25,25 @@ def deciding_tensors(op: Any) -> list[Any]:
         return []
     library = {one.signature.name: one for one in op.graph.as_graph_def().library.function}
     condition, body = (library[op.get_attr(name).name] for name in ("cond", "body"))
-    found = _needed_arguments(condition, 0)
-    while more := {need for at in found for need in _needed_arguments(body, at)} - found:
-        found |= more
-    return [op.inputs[at] for at in sorted(found)]
+    arguments = _needed_arguments(condition, 0)
+    while more := {need for at in arguments for need in _needed_arguments(body, at)} - arguments:
+        arguments |= more
+    return [op.inputs[at] for at in sorted(arguments)]
 
 
 def _needed_arguments(function: Any, result: int) -> set[int]:
     """Return the indices of the arguments on which a result of a function depends."""
     nodes = {node.name: node for node in function.node_def}
     places = {arg.name: at for at, arg in enumerate(function.signature.input_arg)}
-    waiting, seen, found = [function.ret[function.signature.output_arg[result].name]], set[str](), set[int]()
+    waiting, seen, needed = [function.ret[function.signature.output_arg[result].name]], set[str](), set[int]()
     while waiting:
         name = waiting.pop().removeprefix("^").partition(":")[0]
         if name in places:
-            found.add(places[name])
+            needed.add(places[name])
         elif name in nodes and name not in seen:
             seen.add(name)
             waiting += nodes[name].input
-    return found
+    return needed
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Eagerness checks: find user code that asks whether it runs eagerly, because plans are checked in a graph."""
+"""Eagerness checks: find user code that queries whether it runs eagerly, because plans are checked in a graph."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tensorflow.python.eager import context
 from commlib.tensor_parallel.recording import replace_attribute
 
 _BY_NAME = (tf.inside_function, tf.is_symbolic_tensor)
-"""Other functions that tell; `tf.executing_eagerly` is intercepted under every name."""
+"""Other functions that return this; `tf.executing_eagerly` is intercepted under every name."""
 
 
 @contextmanager
 def watch_eager_checks(
     layers: Iterable[Any], note: Callable[[str], object], packages: tuple[str, ...]
 ) -> Iterator[None]:
-    """Call `note` with each line of user code that asks whether it runs eagerly, within the context.
+    """Call `note` with each line of user code that queries whether it runs eagerly, within the context.
 
     layers: the user's, whose modules may import such functions by name. packages: folders of code that is not the
     user's.
     """
 
-    def hear(frame: FrameType | None) -> None:
+    def check(frame: FrameType | None) -> None:
         if frame is not None and not frame.f_code.co_filename.startswith(packages):
             note(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
     def by_name(function: Callable[..., bool]) -> Callable[..., bool]:
         @functools.wraps(function)
         def called(*args: Any, **options: Any) -> bool:
-            hear(sys._getframe(1))
+            check(sys._getframe(1))
             return function(*args, **options)
 
         return called
@@ -45,7 +45,7 @@ def watch_eager_checks(
         if frame is not None and frame.f_code is tf.executing_eagerly.__code__:
             while frame is not None and frame.f_code.co_filename == context.__file__:  # the version 1 function calls it
                 frame = frame.f_back
-            hear(frame)
+            check(frame)
         return plain(own)
 
     kind = type(context.context())

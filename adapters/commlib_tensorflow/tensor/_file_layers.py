@@ -17,15 +17,15 @@ def disguise_class(kind: type, plain: type) -> type:
     """Return a class of layers that are `kind`, but report class `plain` when they are cloned or saved."""
     bases = (kind,) if issubclass(kind, FileLayer) else (FileLayer, kind)
     known = property(lambda self: plain)
-    made = classmethod(lambda cls, config: plain.from_config(config))  # type: ignore[attr-defined]  # layers have it
-    return type(kind.__name__, bases, {"__doc__": kind.__doc__, "__class__": known, "from_config": made})
+    from_config = classmethod(lambda cls, config: plain.from_config(config))  # type: ignore[attr-defined]  # layers have it
+    return type(kind.__name__, bases, {"__doc__": kind.__doc__, "__class__": known, "from_config": from_config})
 
 
 def refuse_configuration(name: str) -> UsageError:
     """Return the error for constructing a sharded layer from its configuration alone."""
     return UsageError(
         f"{name} needs the ranks of an axis, which a configuration cannot hold: to clone the model, construct it "
-        "again; or shard a model of plain layers by parallelize, whose configuration is that of the unsharded model"
+        "again; or shard a model of plain layers by parallelize, whose configuration is the unsharded model's"
     )
 
 
@@ -51,8 +51,8 @@ class FileLayer:
     def check_unsharded(self) -> None:
         """Raise UsageError if a file would contain one rank's shard."""
         for axis in self._axes():
-            whose = f"rank {axis.rank} of {axis.comm.name}"
-            raise UsageError(f"{whose} has a shard of this model: {self.whole_by}")
+            owner = f"rank {axis.rank} of {axis.comm.name}"
+            raise UsageError(f"{owner} has a shard of this model: {self.whole_by}")
 
     def _axes(self) -> list[Any]:
         shards = [shard_of(variable) for variable in self.variables]
@@ -64,7 +64,7 @@ class FileLayer:
         children = super()._trackable_children(save_type, **options)  # type: ignore[misc]
         if save_type == "checkpoint" and (axes := self._axes()):
             own = _ShardLabel([f"rank {axis.rank} of {axis.size}" for axis in axes])
-            children["commlib_part"] = vars(self).setdefault("_part", own)  # TensorFlow asks several times
+            children["commlib_part"] = vars(self).setdefault("_part", own)  # TensorFlow calls this several times
         return children
 
     def load_own_variables(self, store: Any) -> None:

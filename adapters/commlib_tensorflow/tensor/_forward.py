@@ -56,19 +56,19 @@ def forward(
         detaches=True, weights=list_weight_shapes(sharded_weights(layers, styles, axis.size), axis, guide),
     )  # fmt: skip
     error: Exception | None = None
-    found: Mapping[str, Any] = {}
+    arrays: Mapping[str, Any] = {}
     arriving: Mapping[str, Any] | None = None
 
     def once(call: ModelCall) -> Any:
         recorder.run(call, training=training)
         if recorder.error is not None:
             raise recorder.error
-        taken = {value for step in recorder.trace().steps if is_guided(step) for value in step.inputs}
+        guided = {value for step in recorder.trace().steps if is_guided(step) for value in step.inputs}
         values = {
             str(number): tensor
             for number, tensor in enumerate(recorder.tensors)
             if tensor.dtype not in (tf.resource, tf.variant, tf.string)
-            and (number in taken or getattr(tensor, "op", None) is None or tensor.op.type != "ReadVariableOp")
+            and (number in guided or getattr(tensor, "op", None) is None or tensor.op.type != "ReadVariableOp")
         }
         return values, _arriving_gradients(recorder)
 
@@ -81,12 +81,12 @@ def forward(
     ):
         numbered = numbers_of(call)
         try:
-            found, arriving = graph_of(once, numbered)(*numbered.tensors)
+            arrays, arriving = graph_of(once, numbered)(*numbered.tensors)
         except Exception as raised:
             if isinstance(raised, CommlibError) and not isinstance(raised, UsageError):
                 raise
             error = raised
-    values = [_array(found.get(str(number))) for number in range(len(recorder.tensors))]
+    values = [_array(arrays.get(str(number))) for number in range(len(recorder.tensors))]
     return TracedRun(
         recorder.trace(), values, {}, {}, {}, draws=training and error is None and recorder.draws,
         communicates=recorder.communicates, hides=bool(recorder.hidden), error=error,
@@ -118,7 +118,7 @@ def numbers_of(call: ModelCall, seed: int = 0) -> ModelCall:
     """
     random = np.random.default_rng(seed)
 
-    def made(one: Any) -> Any:
+    def to_value(one: Any) -> Any:
         if tf.is_tensor(one) and not isinstance(one, tf.__internal__.EagerTensor):
             one = tf.TensorSpec(one.shape, one.dtype)
         if not isinstance(one, tf.TensorSpec):
@@ -129,7 +129,7 @@ def numbers_of(call: ModelCall, seed: int = 0) -> ModelCall:
         numbers = random.normal(size=shape) if not one.dtype.is_integer else random.integers(0, 2, shape)
         return tf.cast(tf.constant(numbers), one.dtype)
 
-    return call.mapped(made)
+    return call.mapped(to_value)
 
 
 def _numbers(
@@ -148,7 +148,7 @@ def _unsharded_styles(layers: Layers) -> list[tuple[Any, Style]]:
     """
     attention = [layer for layer in layers.values() if isinstance(layer, ColumnAttention)]
     within = {id(one) for layer in attention for one in layer._flatten_layers(include_self=False)}  # type: ignore[attr-defined]
-    found: dict[int, tuple[Any, Style]] = {}
+    styles: dict[int, tuple[Any, Style]] = {}
     for layer in layers.values():
         style = getattr(layer, "style", None)
         if not isinstance(style, Column | Row | Vocabulary):
@@ -160,8 +160,8 @@ def _unsharded_styles(layers: Layers) -> list[tuple[Any, Style]]:
             change = replace(style, split=True, sequence=None)
         else:
             change = replace(style, gather=True, sequence=None)
-        found[id(layer)] = layer, change
-    return list(found.values())
+        styles[id(layer)] = layer, change
+    return list(styles.values())
 
 
 @contextmanager
@@ -178,8 +178,8 @@ def _use_styles(changes: list[tuple[Any, Style]]) -> Iterator[None]:
 
 
 def _array(tensor: Any) -> Array:
-    found: Array = np.empty(0) if tensor is None else tensor.numpy()
-    return found
+    array: Array = np.empty(0) if tensor is None else tensor.numpy()
+    return array
 
 
 def split_calls(

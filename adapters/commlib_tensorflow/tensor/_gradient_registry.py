@@ -16,9 +16,9 @@ _NAME = "_gradient_op_type"
 """The attribute that names an operation's custom gradient."""
 
 
-def kept_by_gradients(operations: Iterable[Any]) -> list[Any]:
+def tensors_of_gradients(operations: Iterable[Any]) -> list[Any]:
     """Return the cells, tuples and lists through which the gradient functions of operations hold objects."""
-    found: dict[int, Any] = {}
+    tensors: dict[int, Any] = {}
     waiting: list[Any] = [function for _, function in _registered(operations)]
     known = set[int]()
     while waiting:
@@ -32,9 +32,9 @@ def kept_by_gradients(operations: Iterable[Any]) -> list[Any]:
             if value.__module__.startswith("tensorflow."):  # lists of TensorFlow's own; others may have other owners
                 waiting += [one for cell in cells for one in gc.get_referents(cell) if isinstance(one, list)]
         else:
-            found[id(value)] = value
+            tensors[id(value)] = value
             waiting += [one for one in gc.get_referents(value) if isinstance(one, FunctionType | CellType | tuple)]
-    return list(found.values())
+    return list(tensors.values())
 
 
 def forget_gradients(operations: Iterable[Any]) -> None:

@@ -41,10 +41,10 @@ class GuidedCall:
 
     def _of(self, number: int, like: Any) -> Any:
         """Return a value of the full run: one tensor for all calls, since layers may compare identities."""
-        found = self.given.get(number)
-        if found is None:
-            found = self.given[number] = tf.constant(self._guide.whole.values[number], like.dtype)
-        return _copy_mask(found, like)
+        value = self.given.get(number)
+        if value is None:
+            value = self.given[number] = tf.constant(self._guide.whole.values[number], like.dtype)
+        return _copy_mask(value, like)
 
 
 def replace_tensors(value: Any, given: Mapping[int, Any]) -> Any:

@@ -68,13 +68,13 @@ def _exchange_mask(
     Its gradient returns to the sending rank.
     """
     mask = tf.broadcast_to(mask, [*batch_of(mask), mask.shape[1], tokens, mask.shape[3]])
-    sent = tf.cast(mask, tf.uint8) if mask.dtype == tf.bool else mask
+    numbers = tf.cast(mask, tf.uint8) if mask.dtype == tf.bool else mask
     plain = ParallelAxis(axis.comm, empty=result_empty)  # a codec must not round a mask
     if mask.shape[1] == 1:
-        found = redistribute(sent, plain, gather(2, partial=True, lengths=layout.counts))
+        exchanged = redistribute(numbers, plain, gather(2, partial=True, lengths=layout.counts))
     else:
-        found = redistribute(sent, plain, Redistribute("all_to_all", 1, 2, heads, layout.counts))
-    return tf.cast(found, tf.bool) if mask.dtype == tf.bool else found
+        exchanged = redistribute(numbers, plain, Redistribute("all_to_all", 1, 2, heads, layout.counts))
+    return tf.cast(exchanged, tf.bool) if mask.dtype == tf.bool else exchanged
 
 
 def _attend_locally(

@@ -51,14 +51,14 @@ def find_held(tensors: list[Any], ours: Collection[Any], caches: Callable[[], Ma
     if not _reference_counts(tensors, own):
         return set()
     own.update(caches())
-    if found := _held_by_users(tensors, own, {*ours, id(tensors)}):
+    if held := _held_by_users(tensors, own, {*ours, id(tensors)}):
         gc.collect()  # garbage does not count
-        found = _held_by_users(tensors, own, {*ours, id(tensors)})
-    return found
+        held = _held_by_users(tensors, own, {*ours, id(tensors)})
+    return held
 
 
 def _reference_counts(tensors: list[Any], own: Counter[int]) -> dict[int, int]:
-    """Return, by id, the number of references to tensors besides commlib's own and that of the graph."""
+    """Return, by id, the number of references to tensors, without commlib's own and the graph's."""
     probe = object()
     *counts, idle = map(sys.getrefcount, [*tensors, probe])  # no Python call in between: it may add a reference
     more = {id(one): count - idle - 1 - own[id(one)] for count, one in zip(counts, tensors, strict=True)}
@@ -135,8 +135,8 @@ def _is_private_to_libraries(name: str) -> bool:
 def _own_names() -> frozenset[str]:
     """Return the names of the attributes that TensorFlow and Keras attach to variables."""
     with tf.init_scope():
-        made = keras.Variable(0.0, name="one"), tf.Variable(0.0, name="one")
-    return frozenset(name for one in made for name in vars(one))
+        variables = keras.Variable(0.0, name="one"), tf.Variable(0.0, name="one")
+    return frozenset(name for one in variables for name in vars(one))
 
 
 _PRIVATE = "_keras", "_tf", "_self_", "_is_zeros_tensor"

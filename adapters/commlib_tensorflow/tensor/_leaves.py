@@ -88,10 +88,10 @@ def describe_leaf(layer: Any, x: Any) -> dict[str, Any]:
 
 def _einsum(layer: Any) -> dict[str, Any]:
     """Return the fields of an EinsumDense: its first kernel dimension that is summed, and the first that is not."""
-    found = Einsum.of(layer.name, layer.equation)
-    if not (found.rows and found.columns):
+    einsum = Einsum.of(layer.name, layer.equation)
+    if not (einsum.rows and einsum.columns):
         return {"kind": "unknown"}
-    row, column, whole = found.rows[0], found.columns[0], _kernel_shape(layer)
+    row, column, whole = einsum.rows[0], einsum.columns[0], _kernel_shape(layer)
     return {"kind": "product", "dims": (row.outside, column.outside), "size": (whole[row.kernel], whole[column.kernel])}
 
 

@@ -1,4 +1,4 @@
-"""Numbers: integers that Keras layers store, such as heads, of which each rank has its share by `PerRank`."""
+"""Numbers: integers that Keras layers store, such as numbers of heads, that `PerRank` divides among ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_WHOLE = ("get_config", "compute_output_shape")
 def numbers_in(model: Any, layers: Mapping[str, Any]) -> dict[str, ModuleNumber]:
     """Return the integer attributes of layers other than Keras' own, by names such as "block_0/attention.heads".
 
-    Integers in tuples have their index as a name: "reshape.target_shape.1". layers: those of the model, by name.
+    Integers in tuples have their index as a name: "reshape.target_shape.1". layers: the model's, by name.
     """
     return {
         f"{path}.{number.own_name}" if path else number.own_name: number
@@ -66,10 +66,10 @@ def _integers_of(layer: Any) -> list[ModuleNumber]:
     is_keras = type(layer).__module__.startswith("keras.")
     if is_keras and not isinstance(layer, keras.layers.Reshape):
         return []
-    found = []
+    numbers = []
     for name, value in vars(layer).items():
         if type(value) is int and not name.startswith("_"):
-            found.append(ModuleNumber(layer, name))
+            numbers.append(ModuleNumber(layer, name))
         elif type(value) is tuple and not name.startswith("_"):
-            found += [ModuleNumber(layer, name, at) for at, one in enumerate(value) if type(one) is int]
-    return found
+            numbers += [ModuleNumber(layer, name, at) for at, one in enumerate(value) if type(one) is int]
+    return numbers

@@ -50,8 +50,8 @@ def describe_call(op: Any) -> Found:
         return {"kind": "unseen", "inputs": [] if NODES in op.name.split("/") else inputs}
     known = all(tensor.shape.rank is not None for tensor in (*inputs, *op.outputs))
     describe = _OPERATIONS.get(op.type) if known and op.outputs else None
-    found = describe(op, inputs) if describe is not None else None
-    return {"kind": "unknown", "inputs": inputs} if found is None else found
+    fields = describe(op, inputs) if describe is not None else None
+    return {"kind": "unknown", "inputs": inputs} if fields is None else fields
 
 
 def has_own_gradient(op: Any) -> bool:
@@ -87,19 +87,19 @@ def _equation(equation: Equation, inputs: Sequence[Any]) -> Found:
 
 def _number(tensor: Any) -> Any:
     """Return the value of a tensor computed from constants; None for any other tensor."""
-    found = tf.get_static_value(tensor)
-    return try_evaluate_constant(tensor) if found is None else found
+    value = tf.get_static_value(tensor)
+    return try_evaluate_constant(tensor) if value is None else value
 
 
 def _numbers(tensor: Any) -> list[int] | None:
-    found = _number(tensor)
-    return None if found is None else [int(each) for each in np.atleast_1d(found)]
+    value = _number(tensor)
+    return None if value is None else [int(each) for each in np.atleast_1d(value)]
 
 
 def _pointwise(op: Any, inputs: list[Any]) -> Found | None:
     shapes = [shape_of(tensor) for tensor in inputs]
-    found = equations.pointwise(*shapes, shape_of(op.outputs[0]))  # inputs are broadcast to the result's shape
-    return _equation(Equation(found.inputs[:-1], found.output), inputs)
+    equation = equations.pointwise(*shapes, shape_of(op.outputs[0]))  # inputs are broadcast to the result's shape
+    return _equation(Equation(equation.inputs[:-1], equation.output), inputs)
 
 
 def _first(op: Any, inputs: list[Any]) -> Found | None:
@@ -136,8 +136,8 @@ def _reduced(op: Any, inputs: list[Any]) -> Found | None:
     shape = shape_of(inputs[0])
     if dims is None:
         return None
-    kept = len(shape_of(op.outputs[0])) == len(shape)
-    return _equation(equations.reduction(shape, dims, kept=kept), inputs[:1])
+    keeps_dims = len(shape_of(op.outputs[0])) == len(shape)
+    return _equation(equations.reduction(shape, dims, kept=keeps_dims), inputs[:1])
 
 
 def _viewed(inputs: list[Any], dims: Sequence[int]) -> Found:
@@ -160,8 +160,8 @@ def _expanded(op: Any, inputs: list[Any]) -> Found | None:
 
 def _squeezed(op: Any, inputs: list[Any]) -> Found | None:
     shape = shape_of(inputs[0])
-    asked = [dim % len(shape) for dim in op.get_attr("squeeze_dims")] or range(len(shape))
-    return _viewed(inputs, [dim for dim in range(len(shape)) if dim not in asked or shape[dim] != 1])
+    dims = [dim % len(shape) for dim in op.get_attr("squeeze_dims")] or range(len(shape))
+    return _viewed(inputs, [dim for dim in range(len(shape)) if dim not in dims or shape[dim] != 1])
 
 
 def _strided(op: Any, inputs: list[Any]) -> Found | None:
@@ -189,10 +189,10 @@ def _strided(op: Any, inputs: list[Any]) -> Found | None:
                     pieces.append((at, first or 0, UNKNOWN_LENGTH if last is None else last))
             at += 1
     dims += range(at, len(shape))
-    found = _viewed(inputs, dims)
+    fields = _viewed(inputs, dims)
     if len(pieces) != 1 or dims.count(-1) != 1 or len(dims) != len(shape):
-        return found
-    return {**found, "kind": "piece", "dim": pieces[0][0], "asked": pieces[0][1:]}
+        return fields
+    return {**fields, "kind": "piece", "dim": pieces[0][0], "asked": pieces[0][1:]}
 
 
 def _sliced(op: Any, inputs: list[Any]) -> Found | None:
@@ -217,10 +217,10 @@ def describe_repeat(x: Any, repeats: Any, axis: Any = None, name: str | None = N
     if not isinstance(repeats, int) or axis is None:
         return None
     shape = shape_of(x)
-    found = _equation(equations.pointwise(shape), [x])
+    fields = _equation(equations.pointwise(shape), [x])
     if isinstance(repeats, Length):
-        found["times"] = tuple(repeats if dim == axis % len(shape) else 1 for dim in range(len(shape)))
-    return found
+        fields["times"] = tuple(repeats if dim == axis % len(shape) else 1 for dim in range(len(shape)))
+    return fields
 
 
 def _gathered(op: Any, inputs: list[Any]) -> Found | None:
@@ -235,20 +235,20 @@ def _gathered(op: Any, inputs: list[Any]) -> Found | None:
 
 
 def _reshape(op: Any, inputs: list[Any]) -> Found | None:
-    asked = _numbers(inputs[1])
+    lengths = _numbers(inputs[1])
     if UNKNOWN_LENGTH in shape_of(inputs[0])[1:] or UNKNOWN_LENGTH in shape_of(op.outputs[0])[1:]:
         return None
-    return {"kind": "reshape", "inputs": inputs[:1], "asked": tuple(asked or ())}
+    return {"kind": "reshape", "inputs": inputs[:1], "asked": tuple(lengths or ())}
 
 
 def _split(op: Any, inputs: list[Any]) -> Found | None:
     if op.type == "Unpack":
         return {"kind": "split", "inputs": inputs, "dim": op.get_attr("axis")}
     dim = _numbers(inputs[0] if op.type == "Split" else inputs[2])
-    asked = _numbers(inputs[1]) if op.type == "SplitV" else None
+    lengths = _numbers(inputs[1]) if op.type == "SplitV" else None
     if dim is None:
         return None
-    return {"kind": "split", "inputs": [inputs[op.type == "Split"]], "dim": dim[0], "asked": tuple(asked or ())}
+    return {"kind": "split", "inputs": [inputs[op.type == "Split"]], "dim": dim[0], "asked": tuple(lengths or ())}
 
 
 def _joined(op: Any, inputs: list[Any]) -> Found | None:
@@ -263,9 +263,9 @@ def _product(op: Any, inputs: list[Any]) -> Found | None:
     shapes = [shape_of(tensor) for tensor in inputs]
     turned = [op.get_attr(name) for name in turns]
     plain = [(*s[:-2], s[-1], s[-2]) if turn else s for s, turn in zip(shapes, turned, strict=True)]
-    found = equations.product(*plain)
-    back = [(*n[:-2], n[-1], n[-2]) if turn else n for n, turn in zip(found.inputs, turned, strict=True)]
-    return _equation(Equation(tuple(back), found.output), inputs)
+    equation = equations.product(*plain)
+    back = [(*n[:-2], n[-1], n[-2]) if turn else n for n, turn in zip(equation.inputs, turned, strict=True)]
+    return _equation(Equation(tuple(back), equation.output), inputs)
 
 
 def _einsum(op: Any, inputs: list[Any]) -> Found | None:

@@ -1,4 +1,4 @@
-"""Penalties of sharded weights: the loss counts unsharded weights, the gradient is that of this rank's shard.
+"""Penalties of sharded weights: the loss counts unsharded weights, the gradient is for this rank's shard.
 
 So the reported loss is the same on all ranks, and callbacks that depend on it decide the same.
 """
@@ -45,20 +45,20 @@ def _count_once(variable: Any, loss: Any, shard: Shard) -> Any:
 
 
 def whole_penalties(variables: Sequence[Any], losses: Sequence[Any]) -> list[Any]:
-    """Convert the losses of element-wise regularizers from those of this rank's shards to those of the full weights.
+    """Convert the losses of element-wise regularizers from this rank's shards to the full weights.
 
-    Collective over the axes of the shards, one message for each. Gradients do not change: those of this rank's shard.
+    Collective over the axes of the shards, one message for each. Gradients, for this rank's shard, do not change.
     """
-    found = list(losses)
+    penalties = list(losses)
     places: dict[tuple[ParallelAxis, Any], list[int]] = {}
-    for at, (variable, loss) in enumerate(zip(variables, found, strict=True)):
+    for at, (variable, loss) in enumerate(zip(variables, penalties, strict=True)):
         shard = shard_of(variable)
         if shard is not None and not shard.is_local and shard.axis.size > 1 and is_sum(variable.regularizer):
-            found[at] = _count_once(variable, tf.convert_to_tensor(loss), shard)
-            places.setdefault((shard.axis, found[at].dtype), []).append(at)
+            penalties[at] = _count_once(variable, tf.convert_to_tensor(loss), shard)
+            places.setdefault((shard.axis, penalties[at].dtype), []).append(at)
     for (axis, _), own in places.items():
         exact = ParallelAxis(axis.comm, empty=result_empty)  # without a codec
-        whole = tf.unstack(redistribute(tf.stack([found[at] for at in own]), exact, REDUCE))
+        whole = tf.unstack(redistribute(tf.stack([penalties[at] for at in own]), exact, REDUCE))
         for at, loss in zip(own, whole, strict=True):
-            found[at] = loss
-    return found
+            penalties[at] = loss
+    return penalties

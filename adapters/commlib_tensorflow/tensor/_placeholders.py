@@ -19,16 +19,16 @@ def substitute_weights(model: Any, names: Collection[str]) -> Iterator[None]:
     Values that were read for a backward do not change.
     """
     with tf.init_scope():  # outside of tapes and graphs
-        found = [(name, weight, weight._value) for name, weight in _weights(model) if name in names]
-        before = [tensor.read_value() for _, _, tensor in found]
+        weights = [(name, weight, weight._value) for name, weight in _weights(model) if name in names]
+        before = [tensor.read_value() for _, _, tensor in weights]
     try:
         with tf.init_scope():
-            for name, weight, tensor in found:
+            for name, weight, tensor in weights:
                 tensor.assign(tf.cast(own_of(weight, make_placeholder(name, whole_shape(weight))), tensor.dtype))
         yield
     finally:
         with tf.init_scope():
-            for (_, _, tensor), value in zip(found, before, strict=True):
+            for (_, _, tensor), value in zip(weights, before, strict=True):
                 tensor.assign(value)
 
 
@@ -41,7 +41,7 @@ def zeros_in(model: Any) -> frozenset[str]:
 def _weights(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the trainable weights, frozen or not, by index: Keras' names count the objects that a process has made.
 
-    The values are those of the underlying variables, even in a scope that overrides them.
+    The values come from the underlying variables, even in a scope that overrides them.
     """
     every = {id(weight): weight for layer in model._flatten_layers() for weight in layer._trainable_variables}
     for place, weight in enumerate(every.values()):

@@ -57,10 +57,10 @@ def ring_attention(
             q_now = agree_on_backward(what, q) if way.layout.size > 1 else q
             blocks = _TensorflowBlocks(what, way, q_now, given, learns)
             of_q, of_kv = ring.backward(blocks, gradient, q_now, tf.stack([k, v]), out, stats)
-            found = (tf.cast(x, q.dtype) for x in (of_q, of_kv[0], of_kv[1]))
-            return (*found, tf.cast(blocks.of_mask, given.dtype)) if learns else tuple(found)
+            gradients = (tf.cast(x, q.dtype) for x in (of_q, of_kv[0], of_kv[1]))
+            return (*gradients, tf.cast(blocks.of_mask, given.dtype)) if learns else tuple(gradients)
 
-        # Messages have no gradient that TensorFlow knows, and it would silently drop the second derivative.
+        # TensorFlow sees no gradient of messages, and would silently drop the second derivative.
         once = tf.custom_gradient(lambda gradient, *inputs: (backward(gradient), _refuse))
         return out, lambda gradient: once(gradient, q, k, v, *masks)
 

@@ -37,9 +37,9 @@ def run_model(
     if outputs.zeros is not None or not zeros:
         return _run(model, layers, inputs, styles, outputs, paths, zeros)
     with suppress(Exception):
-        found = _run(model, layers, inputs, styles, outputs, paths, zeros)
-        if found.is_finite:
-            return found
+        result = _run(model, layers, inputs, styles, outputs, paths, zeros)
+        if result.is_finite:
+            return result
     return _run(model, layers, inputs, styles, outputs, paths, frozenset())
 
 
@@ -70,12 +70,14 @@ def _run(
             if recorder.error is not None:
                 raise recorder.error
             loss = _loss(tensors_in(result), outputs)
-        found = tape.gradient(loss, [*given, *(variable.value for variable in variables.values())])
+        derivatives = tape.gradient(loss, [*given, *(variable.value for variable in variables.values())])
         gradients = {
-            name: tf.convert_to_tensor(each) for name, each in zip(wanted, found, strict=True) if each is not None
+            name: tf.convert_to_tensor(each) for name, each in zip(wanted, derivatives, strict=True) if each is not None
         }
-        made = [value for step in recorder.trace().steps for value in step.outputs]
-        return {str(value): recorder.tensors[value] for value in made if _is_array(recorder.tensors[value])}, gradients
+        results = [value for step in recorder.trace().steps for value in step.outputs]
+        return {
+            str(value): recorder.tensors[value] for value in results if _is_array(recorder.tensors[value])
+        }, gradients
 
     call = ModelCall.of(inputs).mapped(tf.convert_to_tensor)
     with preserve_model(model, inputs), substitute_weights(model, zeros):
@@ -108,5 +110,5 @@ def _is_array(tensor: Any) -> bool:
 
 
 def _array(tensor: Any) -> Array:
-    found: Array = np.empty(0) if tensor is None else tensor.numpy()
-    return found
+    array: Array = np.empty(0) if tensor is None else tensor.numpy()
+    return array

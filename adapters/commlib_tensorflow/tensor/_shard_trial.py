@@ -30,9 +30,9 @@ def try_on_shards(style: Style | None, layer: Any, args: Any, options: Any, *, t
     """
     if not isinstance(style, styles.Sequence):
         return {}
-    found = _try(layer, args, options, style.dim, training=training)
-    if found is not None:
-        return {"untold": found} if found else {}
+    fields = _try(layer, args, options, style.dim, training=training)
+    if fields is not None:
+        return {"untold": fields} if fields else {}
     given = next(one for one in keras.tree.flatten((args, options)) if tf.is_tensor(one))
     return {"equation": dimwise(tuple(given.shape), (style.dim % len(given.shape),))}
 
@@ -76,13 +76,13 @@ def _disable_dropout(layer: Any) -> Iterator[None]:
     own = [
         one for one in layer._flatten_layers() if isinstance(one, _DROPOUTS) and not getattr(one, "noise_shape", None)
     ]
-    kept = [(one, name, vars(one)[name]) for one in own for name in ("rate", "stddev") if name in vars(one)]
+    saved = [(one, name, vars(one)[name]) for one in own for name in ("rate", "stddev") if name in vars(one)]
     try:
-        for one, name, _ in kept:
+        for one, name, _ in saved:
             vars(one)[name] = 0.0
         yield
     finally:
-        for one, name, value in kept:
+        for one, name, value in saved:
             vars(one)[name] = value
 
 
@@ -90,7 +90,7 @@ _DROPOUTS = keras.layers.Dropout, keras.layers.AlphaDropout, keras.layers.Gaussi
 
 
 def _numbers_like(one: Any, dim: int, seed: int) -> Array:
-    """Return random values; booleans of which some are false, and small integers.
+    """Return random values; for booleans some false ones, and small integers.
 
     Unknown lengths are 3, or 4 along `dim`.
     """
@@ -98,7 +98,7 @@ def _numbers_like(one: Any, dim: int, seed: int) -> Array:
     shape = tuple((4 if at == dim else 3) if length is None else length for at, length in lengths)
     random, dtype = np.random.default_rng(seed), one.dtype.as_numpy_dtype
     is_discrete = one.dtype.is_bool or one.dtype.is_integer
-    found: Array = (
+    numbers: Array = (
         random.integers(0, 2 if one.dtype.is_bool else 4, shape) if is_discrete else random.normal(size=shape) + 0.5
     )
-    return found.astype(dtype)
+    return numbers.astype(dtype)

@@ -67,7 +67,7 @@ class ShardedLayer(FileLayer):
         self.agreement = LayerAgreement(axis.comm, type(self).__name__)  # names differ between ranks
 
     def compare(self, when: str, **more: object) -> None:
-        """Compare the layer with that of the other ranks. Collective; MismatchError on all ranks if it differs."""
+        """Compare the layer with the other ranks' layers. Collective; MismatchError on all ranks if it differs."""
         if self.agreement is not None:
             codec = None if self.axis.codec is None else self.axis.codec.name
             dtypes = [variable.dtype for variable in self.variables]
@@ -119,7 +119,7 @@ class ShardedLayer(FileLayer):
         return shard_variables(self.path, self.axis, sharded_factors(self, self.sharding))
 
     def _check_quantize_args(self, mode: Any, compute_dtype: Any) -> None:
-        """Raise UsageError before Keras quantises: its scales would be those of this rank's shard."""
+        """Raise UsageError before Keras quantises: its scales would be for this rank's shard only."""
         if self.agreement is not None:
             raise UsageError(f"{self.name} is sharded over ranks: quantise gather_model(model) instead")
         super()._check_quantize_args(mode, compute_dtype)  # type: ignore[misc]
@@ -174,8 +174,8 @@ def _run_with_gradient(activation: Any, x: Any) -> Any:
         return result, tf.gradients(result, x, tf.cos(3 * x + 1), unconnected_gradients="zero")[0]
 
     plain = tf.autograph.experimental.do_not_convert(tried)
-    found = tf.function(plain, autograph=False).get_concrete_function(tf.TensorSpec(x.shape, x.dtype))
-    return np.stack([one.numpy() for one in found(x)])
+    function = tf.function(plain, autograph=False).get_concrete_function(tf.TensorSpec(x.shape, x.dtype))
+    return np.stack([one.numpy() for one in function(x)])
 
 
 def check_elementwise(what: str, activation: Any, style: Column, length: int) -> None:
@@ -202,11 +202,11 @@ def check_plain(what: str, layer: Any, style: Style) -> None:
 def check_inputs(layer: Any, x: Any, dim: int) -> None:
     """Raise UsageError unless the input is sharded like the kernel."""
     whole, expected = layer.sharding.shape[layer.sharding.dim], layer.sharding.length(layer.axis.rank, layer.axis.size)
-    got = x.shape[dim]
-    if got in (expected, None):
+    width = x.shape[dim]
+    if width in (expected, None):
         return
     hint = "the full length: use Row(split=True), put a Column before it, or check how its shape is computed"
     raise UsageError(
-        f"{layer.name} on rank {layer.axis.rank} of {layer.axis.comm.name}: its input has length {got} along dimension "
-        f"{dim}, expected {expected} of {whole}: {hint if got == whole else 'give both the same units'}"
+        f"{layer.name} on rank {layer.axis.rank} of {layer.axis.comm.name}: its input has length {width} along "
+        f"dimension {dim}, expected {expected} of {whole}: {hint if width == whole else 'give both the same units'}"
     )

@@ -92,12 +92,12 @@ def _wrap_load(original: Any) -> Any:
 
 def _weights_of(optimizer: Any) -> dict[int, Any]:
     """Return the sharded weights whose optimizer state has their shape, by the ids of the state's variables."""
-    found = {}
+    weights = {}
     for variables in lists_of(optimizer).values():
         for weight, variable in zip(optimizer._trainable_variables, variables, strict=True):
             shard = shard_of(weight)
             if shard is None or not isinstance(shard.sharding, Sharding) or variable is None:
                 continue
             if tuple(variable.shape) == tuple(weight.shape):
-                found[id(variable)] = weight
-    return found
+                weights[id(variable)] = weight
+    return weights

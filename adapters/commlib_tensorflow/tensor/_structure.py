@@ -28,19 +28,19 @@ def structure_of(model: Any, layers: Mapping[str, Any], *, closely: Container[st
 
     closely: names of layers for which attributes that are strings, integers and tensors are included, too.
     """
-    found = ModelSignature()
-    found.add("the model", type(model), {}, {})
+    signature = ModelSignature()
+    signature.add("the model", type(model), {}, {})
     for place, (name, layer) in enumerate(layers.items()):
         where, kind = f"layer {place}", layer.__class__  # a sharded layer reports Keras' class
         is_own = not _is_of_keras(kind)
         settings = {**_configuration(layer), **_settings(layer, is_own=is_own), "trainable": layer.trainable}
         settings["dtype_policy"] = layer.dtype_policy.name
         own = _own_settings(layer, every=name in closely) if is_own else {}
-        found.add(where, kind, settings, own, name=_COUNTED.sub("", name))
+        signature.add(where, kind, settings, own, name=_COUNTED.sub("", name))
     for one in (model, *layers.values()):
         for place, (kind, arguments) in enumerate(_operations(one)):
-            found.add(f"operation {place} of a {type(one).__name__}", kind, arguments, {})
-    return found
+            signature.add(f"operation {place} of a {type(one).__name__}", kind, arguments, {})
+    return signature
 
 
 def _is_of_keras(kind: type) -> bool:
@@ -65,21 +65,21 @@ def _configuration(layer: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about functions that no file can hold
         try:
-            found = layer.get_config()
+            config = layer.get_config()
         except Exception:  # a user's object in it may fail
             return {}
-    return {name: value for name, value in found.items() if name not in _AROUND and is_plain(value)}
+    return {name: value for name, value in config.items() if name not in _AROUND and is_plain(value)}
 
 
 def _settings(layer: Any, *, is_own: bool) -> dict[str, Any]:
     """Return functions, regularizers and constraints."""
-    found = {}
+    settings = {}
     for name, value in _public_attributes(layer).items():
         if isinstance(value, _PENALTIES):
-            found[name] = type(value).__qualname__, sorted(own_settings(vars(value)).items())
+            settings[name] = type(value).__qualname__, sorted(own_settings(vars(value)).items())
         elif is_function(value) and not is_own:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
 def _operations(model: Any) -> Iterator[tuple[type, dict[str, Any]]]:

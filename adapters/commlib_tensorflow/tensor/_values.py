@@ -1,4 +1,4 @@
-"""Values of variables: every rank of an axis takes those of its rank 0."""
+"""Values of variables: every rank of an axis takes rank 0's values."""
 
 from __future__ import annotations
 

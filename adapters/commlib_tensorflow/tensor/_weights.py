@@ -74,7 +74,7 @@ def override_shapes(
     by_ids = {**weights, **{id(key): one for one, tensor in tensors for key in (tensor, tensor.handle)}}
 
     def counting(weight: Any, frame: FrameType) -> WeightShape | None:
-        """Return the shape to report for a weight, if user code outside of its layer asks."""
+        """Return the shape to report for a weight, if user code outside of its layer requests it."""
         if frame.f_code.co_filename.startswith(packages):
             return None
         one = by_ids.get(id(_handle_of(weight) if isinstance(weight, _SYMBOLIC) else weight))
@@ -82,16 +82,16 @@ def override_shapes(
 
     def shape_of(plain: Any) -> Callable[[Any], Any]:
         def shape(weight: Any) -> Any:
-            found, one = plain(weight), counting(weight, sys._getframe(1))
-            return found if one is None else type(found)(one.shape)
+            result, one = plain(weight), counting(weight, sys._getframe(1))
+            return result if one is None else type(result)(one.shape)
 
         return shape
 
     def counted(layer: Any) -> int:
-        found, frame = int(count_params(layer)), sys._getframe(1)
+        result, frame = int(count_params(layer)), sys._getframe(1)
         each = ((weight, counting(weight, frame)) for weight in layer.weights)
         more = [prod(one.shape or ()) - prod(weight.shape) for weight, one in each if one is not None]
-        return found + sum(map(int, more))
+        return result + sum(map(int, more))
 
     def arrays(layer: Any) -> list[Any]:
         frame, known = sys._getframe(1), any(id(weight) in by_ids for weight in layer.weights)

@@ -33,7 +33,7 @@ class ColumnAttention:
 
     Inputs are unsharded on every rank, or sharded along `sequence` of the style; so is the output. Explicit masks are
     those of whole sequences, and may have a dimension of all heads; Keras' implicit masks are sharded like their
-    tensors. Returned scores are those of all heads.
+    tensors. Returned scores include all heads.
     """
 
     def shardings(self: Any, what: str, style: Column, size: int) -> Shardings:
@@ -45,13 +45,13 @@ class ColumnAttention:
         if style.gather or style.parts != 1 or style.units not in (0, _keys(self)):
             raise UsageError(f"plan: {what}: {style} for attention, whose units are heads: use Column(sequence=...)")
         units = _units(what, self, size)
-        found = [
+        shardings = [
             (variable, replace(sharding, shared=name in _OF_KEYS))
             for name, dense in _projections(self).items()
             for variable, sharding in ColumnEinsumDense.shardings(dense, f"{what}/{name}", Column(units=units[name]))
         ]
         row = Row(units=units["query"])
-        return [*found, *RowEinsumDense.shardings(self._output_dense, f"{what}/attention_output", row)]
+        return [*shardings, *RowEinsumDense.shardings(self._output_dense, f"{what}/attention_output", row)]
 
     def become(self: Any, what: str, axis: ParallelAxis, style: Column) -> None:
         """Shard a plain attention layer in place."""
@@ -103,8 +103,8 @@ class ColumnAttention:
         if attention_mask is not None:
             note_input(axis, self, attention_mask, "the mask")
             kwargs["attention_mask"] = self._own_heads(attention_mask)
-        found = super().call(*inside, **masks, **kwargs)  # type: ignore[misc]
-        output, *scores = found if isinstance(found, tuple) else (found,)
+        result = super().call(*inside, **masks, **kwargs)  # type: ignore[misc]
+        output, *scores = result if isinstance(result, tuple) else (result,)
         if query_mask is not None:
             _set_mask(output, query_mask)
         if not scores:
@@ -144,8 +144,8 @@ def _units(what: str, layer: Any, size: int) -> dict[str, int]:
 
 def _projections(layer: Any) -> dict[str, Any]:
     """Return the layers that make heads, by their role."""
-    found = {name: getattr(layer, f"_{name}_dense", None) for name in ("query", "key", "value", "gate")}
-    return {name: dense for name, dense in found.items() if dense is not None}
+    projections = {name: getattr(layer, f"_{name}_dense", None) for name in ("query", "key", "value", "gate")}
+    return {name: dense for name, dense in projections.items() if dense is not None}
 
 
 def _heads(layer: Any) -> tuple[int, ...]:

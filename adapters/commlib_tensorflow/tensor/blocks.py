@@ -33,8 +33,8 @@ class _ParallelBlock(keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
 
     def get_config(self) -> dict[str, Any]:
         """Return the base configuration, without the axis that a clone would need."""
-        found: dict[str, Any] = super(keras.layers.Layer, self).get_config()
-        return found
+        config: dict[str, Any] = super(keras.layers.Layer, self).get_config()
+        return config
 
     def _check_width(self, shape: Any) -> None:
         if shape[-1] != self.width:

@@ -73,7 +73,7 @@ def attention(
     Args:
         q: (batch, heads, this rank's tokens, head_dim); k and v likewise, or with fewer heads, each shared by equally
             many heads of q.
-        k: Keys, like `q`, or with fewer heads, each of which serves several heads of `q`.
+        k: Keys, like `q`, or with fewer heads; each serves several heads of `q`.
         v: Values, like `k`; head_dim may be another.
         ranks: The ranks of the axis, such as `mesh["cp"]`.
         causal: A token sees itself and earlier tokens of the whole sequence.
@@ -86,7 +86,7 @@ def attention(
             `causal` none after. A sliding window of n tokens, as Mistral's, is (n - 1, 0).
         mask: A mask of this rank's queries over all keys in the sequence's order, (batch or 1, heads or 1, this rank's
             tokens or 1, tokens of the whole sequence), or without the first one or two dimensions: bool, True for
-            visible keys, or floats that are added to scores, and get a gradient, that of this rank's queries. With
+            visible keys, or floats that are added to scores, and get a gradient for this rank's queries. With
             several masks a token sees only the keys that all of them allow; a token without visible keys gets zeros,
             and contributes no gradient.
         key_mask: Bool (batch, this rank's tokens), False for keys that are hidden from all queries, such as padding.
@@ -95,7 +95,7 @@ def attention(
             are fewer heads of q than ranks, some ranks idle. Only "all_to_all" uses an axis' codec.
         dropout_p: The share of weights that is dropped, 0 in evaluation.
         seed: The seed of dropout: a `keras.random.SeedGenerator`, the result of its `next()`, or a number; each rank
-            passes one, and that of the axis' first rank is used. The same weights are dropped on any number of ranks,
+            passes one, and the axis' first rank's is used. The same weights are dropped on any number of ranks,
             by either method. Draw the seed outside of a function that `tf.recompute_grad` calls twice. Heads that are
             sharded over other ranks with the same stream, as along "tp", would drop the same weights: pass
             `streams.own(generator.next(), mesh["tp"])`.
@@ -111,19 +111,19 @@ def attention(
     options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)
     place = place_of((q, k, v))
 
-    def made() -> AttentionCall:
+    def build() -> AttentionCall:
         given = [_describe(x) for x in (q, k, v, mask, key_mask)]
         if mask is not None and None in [*mask.shape][max(0, len(mask.shape) - 3) :]:
             raise UsageError(f"attention: mask has shape {mask.shape}: all but its batch must be known in a graph")
-        found = AttentionCall.of(over, given, options, "" if place is None else place.name)
+        call = AttentionCall.of(over, given, options, "" if place is None else place.name)
         if dropout_p and seed is None:
             raise UsageError("attention: dropout_p needs a seed: give seed=keras.random.SeedGenerator(...)")
-        if not tf.executing_eagerly() and length is not None and found.mask is not None:
-            found.mask.check_keys(WHAT, length)
-        return found
+        if not tf.executing_eagerly() and length is not None and call.mask is not None:
+            call.mask.check_keys(WHAT, length)
+        return call
 
-    what = make_or_refuse(over.comm, WHAT, made, 2) if tf.executing_eagerly() else made()
-    divided, q, drawn = agree_on_sequence(over, what.terms, q, 2, _number(seed) if dropout_p else 0)
+    what = make_or_refuse(over.comm, WHAT, build, 2) if tf.executing_eagerly() else build()
+    divided, q, seed_value = agree_on_sequence(over, what.terms, q, 2, _number(seed) if dropout_p else 0)
     if what.mask is not None:
         what.mask.check_keys(WHAT, divided.length)
     k, v = (tf.ensure_shape(x, [*x.shape[:2], q.shape[2], x.shape[3]]) for x in (k, v))
@@ -131,8 +131,8 @@ def attention(
         q = q * tf.cast(what.sign, q.dtype)
     seen = whole_mask(mask, key_mask, over, divided)
     if method == "all_to_all":
-        return attention_by_heads(q, k, v, seen, what, divided, drawn)
-    return ring_attention(q, k, v, seen, what, RingCall(divided, over.rank, drawn))
+        return attention_by_heads(q, k, v, seen, what, divided, seed_value)
+    return ring_attention(q, k, v, seen, what, RingCall(divided, over.rank, seed_value))
 
 
 def _describe(x: Any) -> TensorInfo:
@@ -147,8 +147,8 @@ def _number(seed: Any) -> Any:
     """Return a seed as one int64 number."""
     if isinstance(seed, int):
         return seed & _SEED
-    drawn = seed.next() if isinstance(seed, keras.random.SeedGenerator) else seed
-    low, high = tf.unstack(tf.cast(drawn, tf.int64), 2)
+    value = seed.next() if isinstance(seed, keras.random.SeedGenerator) else seed
+    low, high = tf.unstack(tf.cast(value, tf.int64), 2)
     return (high & (_SEED >> 32)) * (1 << 32) + (low & 0xFFFFFFFF)
 
 
@@ -159,14 +159,14 @@ def whole_mask(
     mask: tf.Tensor | None, key_mask: tf.Tensor | None, axis: ParallelAxis, layout: SequenceLayout
 ) -> tf.Tensor | None:
     """Return the mask of this rank's queries, with four dimensions, or None. Collective if there is a mask of keys."""
-    found = None
+    whole = None
     if mask is not None:
-        found = take_ranges(mask[(tf.newaxis,) * (4 - mask.shape.rank)], layout.by_rank, 3)
+        whole = take_ranges(mask[(tf.newaxis,) * (4 - mask.shape.rank)], layout.by_rank, 3)
     if key_mask is None:
-        return found
+        return whole
     plain = ParallelAxis(axis.comm, empty=result_empty)
     keys = tf.cast(redistribute(tf.cast(key_mask, tf.uint8), plain, gather(1, lengths=layout.counts)), tf.bool)
     keys = keys[:, tf.newaxis, tf.newaxis]
-    if found is None:
+    if whole is None:
         return keys
-    return found & keys if found.dtype == tf.bool else tf.where(keys, found, tf.constant(-float("inf"), found.dtype))
+    return whole & keys if whole.dtype == tf.bool else tf.where(keys, whole, tf.constant(-float("inf"), whole.dtype))

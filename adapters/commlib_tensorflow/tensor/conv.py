@@ -36,10 +36,10 @@ class ColumnConv(ShardedLayer):
         _check(what, self, style)
         check_elementwise(what, self.activation, style, self.filters)
         shape, parts = whole_shape(self._kernel), parts_of(what, style.parts, self.filters)
-        found = [(self._kernel, Sharding(shape, len(shape) - 1, parts, style.units))]
+        shardings = [(self._kernel, Sharding(shape, len(shape) - 1, parts, style.units))]
         if self.bias is not None:
-            found.append((self.bias, Sharding(shape[-1:], 0, parts, style.units)))
-        return [*found, *sharded_factors(self, found[0][1])]
+            shardings.append((self.bias, Sharding(shape[-1:], 0, parts, style.units)))
+        return [*shardings, *sharded_factors(self, shardings[0][1])]
 
     def call(self: Any, inputs: Any) -> Any:
         """Return this rank's channels, or all of them."""
@@ -58,8 +58,8 @@ class RowConv(ShardedLayer):
         """Return the sharding of its variables; `self` may be a plain layer. Raises UsageError if impossible."""
         _check(what, self, style)
         shape = whole_shape(self._kernel)
-        found = Sharding(shape, len(shape) - 2, (), style.units)
-        return [(self._kernel, found), *sharded_factors(self, found)]
+        sharding = Sharding(shape, len(shape) - 2, (), style.units)
+        return [(self._kernel, sharding), *sharded_factors(self, sharding)]
 
     def become(self: Any, what: str, axis: ParallelAxis, style: Row) -> None:
         """Shard a plain convolution in place."""

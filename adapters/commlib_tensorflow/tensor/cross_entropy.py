@@ -85,11 +85,11 @@ def vocabulary_cross_entropy(
     words = wide.shape[-1]
     x, rows = tf.reshape(wide, [-1, words]), tf.reshape(tf.cast(target, tf.int64), [-1])
     is_ignored = tf.zeros_like(rows, tf.bool) if ignore_index is None else rows == ignore_index
-    said = {
+    options = {
         "dtype": logits.dtype.name, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
         "reduction": reduction, "vocabulary": vocabulary,
     }  # fmt: skip
-    most, start, total = _shared_maximum(x, rows, weight, ignore_index, shared, said)
+    most, start, total = _shared_maximum(x, rows, weight, ignore_index, shared, options)
     # The loss does not depend on the subtracted value, so it needs no gradient.
     x = x - tf.stop_gradient(most)[:, tf.newaxis]
     is_own = (rows >= start) & (rows < start + words) & ~is_ignored
@@ -101,12 +101,12 @@ def vocabulary_cross_entropy(
         counted *= tf.gather(weight, tf.where(is_ignored, tf.zeros_like(rows), rows))
     if label_smoothing:
         sums.append(tf.reduce_sum(x if weight is None else x * weight[start : start + words], -1))
-    said = tf.unstack(redistribute(tf.stack(sums), shared, REDUCE), num=len(sums))
-    logarithm, each = tf.math.log(said[0]), label_smoothing / tf.cast(total, x.dtype)
-    losses = (1 - label_smoothing) * counted * (logarithm - said[1])
+    totals = tf.unstack(redistribute(tf.stack(sums), shared, REDUCE), num=len(sums))
+    logarithm, each = tf.math.log(totals[0]), label_smoothing / tf.cast(total, x.dtype)
+    losses = (1 - label_smoothing) * counted * (logarithm - totals[1])
     if label_smoothing:
         of_all = tf.cast(total, x.dtype) if weight is None else tf.reduce_sum(weight)
-        losses += each * (of_all * logarithm - said[2])
+        losses += each * (of_all * logarithm - totals[2])
     losses = tf.where(is_ignored, tf.zeros_like(losses), losses)
     if reduction == "none":
         return tf.reshape(losses, tf.shape(target))
@@ -186,10 +186,10 @@ def _shared_maximum(
             f"target, {len(words)} rows: {_digest(words)}",
         ]
         # For each rank its number of tokens, and a 24-bit digest of its arguments: both are exact in float32.
-        told = np.zeros((2, axis.size), mine.dtype)
-        told[:, axis.rank] = mine[-1], digest_of([*lines, *given]) % 2**24
+        by_rank = np.zeros((2, axis.size), mine.dtype)
+        by_rank[:, axis.rank] = mine[-1], digest_of([*lines, *given]) % 2**24
         own, rows = int(mine[-1]), len(sample)
-        mine = np.concatenate((mine[:-1], -mine[:rows], told.ravel()))
+        mine = np.concatenate((mine[:-1], -mine[:rows], by_rank.ravel()))
         if axis.size > 1:
             try:
                 mine = axis.comm.all_reduce(mine, "max", out=axis.empty(mine.shape, mine.dtype))

@@ -61,10 +61,10 @@ class ColumnDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Ke
         check_plain(what, self, style)
         check_elementwise(what, self.activation, style, self.units)
         parts, shape = parts_of(what, style.parts, self.units), whole_shape(self._kernel)
-        found = [(self._kernel, Sharding(shape, 1, parts, style.units, shared=style.shares))]
+        shardings = [(self._kernel, Sharding(shape, 1, parts, style.units, shared=style.shares))]
         if self.bias is not None:
-            found.append((self.bias, Sharding(shape[1:], 0, parts, style.units, shared=style.shares)))
-        return [*found, *sharded_factors(self, found[0][1])]
+            shardings.append((self.bias, Sharding(shape[1:], 0, parts, style.units, shared=style.shares)))
+        return [*shardings, *sharded_factors(self, shardings[0][1])]
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return this rank's units, or all of them."""
@@ -138,8 +138,8 @@ class RowDense(ShardedLayer, keras.layers.Dense):  # type: ignore[misc]  # Keras
     def shardings(self, what: str, style: Row) -> Shardings:
         """Return the sharding of its variables; `self` may be a plain layer. Raises UsageError if impossible."""
         check_plain(what, self, style)
-        found = Sharding(whole_shape(self._kernel), 0, (), style.units)
-        return [(self._kernel, found), *sharded_factors(self, found)]
+        sharding = Sharding(whole_shape(self._kernel), 0, (), style.units)
+        return [(self._kernel, sharding), *sharded_factors(self, sharding)]
 
     def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
         """Shard a plain layer in place."""

@@ -54,11 +54,11 @@ class ColumnEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore
         if place.outside in (-1, len(equation.outputs) - 1):
             check_elementwise(what, self.activation, style, shape[place.kernel])
         parts = parts_of(what, style.parts, shape[place.kernel])
-        found = [(self._kernel, Sharding(shape, place.kernel, parts, style.units, shared=style.shares))]
+        shardings = [(self._kernel, Sharding(shape, place.kernel, parts, style.units, shared=style.shares))]
         if self.bias is not None and (dim := equation.bias(place.letter, self.bias_axes)) is not None:
             own = Sharding(whole_shape(self.bias), dim, parts, style.units, shared=style.shares)
-            found.append((self.bias, own))
-        return [*found, *sharded_factors(self, found[0][1])]
+            shardings.append((self.bias, own))
+        return [*shardings, *sharded_factors(self, shardings[0][1])]
 
     def become(self, what: str, axis: ParallelAxis, style: Column) -> None:
         """Shard a plain layer in place."""
@@ -103,8 +103,8 @@ class RowEinsumDense(ShardedLayer, keras.layers.EinsumDense):  # type: ignore[mi
         rows = Einsum.of(what, self.equation).rows
         if not rows:
             raise UsageError(f"plan: {what}: {self.equation!r} sums no dimension of its kernel: leave it unsharded")
-        found = Sharding(whole_shape(self._kernel), rows[0].kernel, (), style.units)
-        return [(self._kernel, found), *sharded_factors(self, found)]
+        sharding = Sharding(whole_shape(self._kernel), rows[0].kernel, (), style.units)
+        return [(self._kernel, sharding), *sharded_factors(self, sharding)]
 
     def become(self, what: str, axis: ParallelAxis, style: Row) -> None:
         """Shard a plain layer in place."""

@@ -62,8 +62,8 @@ class VocabularyEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore
         check_plain(what, self, style)
         if style.gather:
             raise UsageError(f"plan: {what}: an embedding's output is full: Vocabulary(gather=True) is for logits")
-        found = Sharding((self.input_dim, self.output_dim), 0)
-        return [(self._embeddings, found), *sharded_factors(self, found)]
+        sharding = Sharding((self.input_dim, self.output_dim), 0)
+        return [(self._embeddings, sharding), *sharded_factors(self, sharding)]
 
     def become(self, what: str, axis: ParallelAxis, style: Vocabulary) -> None:
         """Shard a plain embedding in place."""
@@ -80,12 +80,12 @@ class VocabularyEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore
         words = tf.cast(inputs, tf.int64)
         self._check(words)
         is_own = (words >= self.first) & (words < self.last)
-        found = tf.gather(self.embeddings, tf.where(is_own, words - self.first, 0))
-        found = tf.cast(tf.where(is_own[..., tf.newaxis], found, 0), self.compute_dtype)
+        rows = tf.gather(self.embeddings, tf.where(is_own, words - self.first, 0))
+        rows = tf.cast(tf.where(is_own[..., tf.newaxis], rows, 0), self.compute_dtype)
         sequence = self.style.sequence
         if sequence is None:
-            return redistribute(found, self.axis, REDUCE, layer=self)
-        return redistribute(found, self.axis, moves.reduce_scatter(sequence))
+            return redistribute(rows, self.axis, REDUCE, layer=self)
+        return redistribute(rows, self.axis, moves.reduce_scatter(sequence))
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return the mask of the output."""
@@ -112,16 +112,16 @@ class ColumnEmbedding(ShardedLayer, keras.layers.Embedding):  # type: ignore[mis
         """Return the sharding of its variables; `self` may be a plain layer. Raises UsageError if impossible."""
         check_plain(what, self, style)
         parts = parts_of(what, style.parts, self.output_dim)
-        found = Sharding((self.input_dim, self.output_dim), 1, parts, style.units)
-        return [(self._embeddings, found), *sharded_factors(self, found)]
+        sharding = Sharding((self.input_dim, self.output_dim), 1, parts, style.units)
+        return [(self._embeddings, sharding), *sharded_factors(self, sharding)]
 
     def call(self, inputs: Any) -> Any:
         """Return this rank's features of token ids, or all of them."""
         note_input(self.axis, self, inputs, sequence=self.style.sequence)
         if self.style.sequence is not None:
             inputs = redistribute(inputs, self.axis, moves.gather(self.style.sequence))
-        found = super().call(inputs)
-        return gather_outputs(found, self.axis, self.sharding, layer=self) if self.style.gather else found
+        output = super().call(inputs)
+        return gather_outputs(output, self.axis, self.sharding, layer=self) if self.style.gather else output
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
         """Return the mask of the output."""

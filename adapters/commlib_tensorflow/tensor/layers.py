@@ -58,8 +58,8 @@ def find_layer(name: str, layer: Any, style: Style) -> Any:
     if hasattr(layer, "become"):
         raise UsageError(f"plan: {name} is sharded already, as {layer.style}")
     _check_own_call(name, layer)
-    if (found := _LAYERS.get((plain, type(style)))) is not None:
-        return found
+    if (match := _LAYERS.get((plain, type(style)))) is not None:
+        return match
     if isinstance(style, Replicate):
         return subclass_around(ReplicatedLayer, plain)
     if isinstance(style, Sequence):
@@ -68,7 +68,7 @@ def find_layer(name: str, layer: Any, style: Style) -> Any:
 
 
 def _check_own_call(name: str, layer: Any) -> None:
-    """Raise UsageError for a layer whose call, or that of a layer inside it, was replaced on the instance."""
+    """Raise UsageError if the call of a layer, or of a layer inside it, was replaced on the instance."""
     for one in layer._flatten_layers():
         if put := {"call", "__call__"}.intersection(vars(one)):
             where = name if one is layer else f"{name}, or {one.name} within it,"
@@ -91,9 +91,9 @@ def check_wrapper(name: str, layers: Mapping[str, list[Any]]) -> None:
             )
 
 
-def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisibility) -> None:
+def check_layers(layers: Iterable[tuple[str, Any, Style, Any]], division: Divisibility) -> None:
     """Raise UsageError unless all of (name, layer, style, sharded class) can be sharded together."""
-    for name, layer, style, kind in found:
+    for name, layer, style, kind in layers:
         if division.is_new(name, layer, style) and kind is not None:
             check_division(name, shardings_of(kind, name, layer, style, division.axis.size), division)
 

@@ -92,21 +92,21 @@ def _gather_and_split(model: Any, layers: Mapping[str, Any], styles: dict[str, S
 
     def takers(layer: Any) -> list[Any] | None:
         """Return the layers behind an output that may stay sharded, including those in between; None if it may not."""
-        found: list[Any] = []
+        values: list[Any] = []
         nodes = getattr(layer, "_outbound_nodes", [])
         if not nodes or id(layer) in ends:
             return None
         for node in nodes:
             taker = node.operation
-            found.append(taker)
+            values.append(taker)
             if len(taker._inbound_nodes) != 1:
                 return None
             if isinstance(styles.get(names.get(id(taker), "")), Row):
                 continue
             if not _is_pointwise(taker) or (further := takers(taker)) is None:
                 return None
-            found += further
-        return found
+            values += further
+        return values
 
     wired = dict(styles)
     for name, style in styles.items():
@@ -115,11 +115,11 @@ def _gather_and_split(model: Any, layers: Mapping[str, Any], styles: dict[str, S
     for name, style in styles.items():
         if not isinstance(style, Column) or isinstance(layers[name], _ATTENTION):
             continue
-        taken = takers(layers[name])
-        if taken is None:
+        others = takers(layers[name])
+        if others is None:
             wired[name] = replace(style, gather=True)
             continue
-        for taker in taken:
+        for taker in others:
             between = names.get(id(taker), "")
             if isinstance(styles.get(between), Row):
                 wired[between] = styles[between]

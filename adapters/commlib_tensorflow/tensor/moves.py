@@ -149,11 +149,11 @@ def _apply(x: tf.Tensor, axis: ParallelAxis, move: Redistribute, lengths: Any = 
             return tf.identity(x), lambda gradient: _apply(as_tensor(gradient), axis, REDUCE)
         if move.name == "reduce":
             (result,) = call_on_device(lambda array: [run(axis, move, array)[0]], [x], [Spec.like(x)], what=move.name)
-            return result, lambda gradient: _apply(came(gradient), axis, COPY)
-        result, found = _node(x, axis, move, lengths)
-        return result, lambda gradient: _apply(came(gradient), axis, move.conjugate, found)
+            return result, lambda gradient: _apply(noted(gradient), axis, COPY)
+        result, note = _node(x, axis, move, lengths)
+        return result, lambda gradient: _apply(noted(gradient), axis, move.conjugate, note)
 
-    def came(gradient: Any) -> tf.Tensor:
+    def noted(gradient: Any) -> tf.Tensor:
         gradient = as_tensor(gradient)
         note_gradient(axis, layer, gradient)
         return gradient
@@ -174,8 +174,8 @@ def _node(x: tf.Tensor, axis: ParallelAxis, move: Redistribute, lengths: Any) ->
 
     count = axis.size * (1 + (move.name == "all_to_all"))
     inputs = [x] if lengths is None else [x, lengths]
-    result, found = call_on_device(host, inputs, [spec, Spec(tf.int64, (count,))], host=1, what=move.name)
-    return result, found
+    result, note = call_on_device(host, inputs, [spec, Spec(tf.int64, (count,))], host=1, what=move.name)
+    return result, note
 
 
 def _with_lengths(move: Redistribute, lengths: Array) -> Redistribute:

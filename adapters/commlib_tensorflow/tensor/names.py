@@ -20,9 +20,9 @@ def layers_named(model: Any, verb: str = "parallelize") -> dict[str, list[Any]]:
         of = type(model).__module__.split(".")[0]
         hint = ": models of Keras 2 cannot be sharded, use Keras 3" if of == "tf_keras" else ""
         raise UsageError(f"{verb}: expected a keras.Model, got {of}.{type(model).__name__}{hint}")
-    found: dict[str, list[Any]] = {}
-    _walk(model, "", (), found)
-    return found
+    layers: dict[str, list[Any]] = {}
+    _walk(model, "", (), layers)
+    return layers
 
 
 def single_layer(name: str, layers: list[Any]) -> Any:
@@ -32,14 +32,14 @@ def single_layer(name: str, layers: list[Any]) -> Any:
     return layers[0]
 
 
-def _walk(layer: Any, prefix: str, above: tuple[Any, ...], found: dict[str, list[Any]]) -> None:
+def _walk(layer: Any, prefix: str, above: tuple[Any, ...], layers: dict[str, list[Any]]) -> None:
     for inner in layer._layers:
         if any(inner is one for one in above):
             continue
         if isinstance(layer, keras.Sequential) and isinstance(inner, keras.Model) and inner not in layer.layers:
             continue  # the internal model of a Sequential, made of the same layers
         name = f"{prefix}{inner.name}"
-        same = found.setdefault(name, [])
+        same = layers.setdefault(name, [])
         if not any(inner is one for one in same):
             same.append(inner)
-        _walk(inner, f"{name}/", (*above, layer), found)
+        _walk(inner, f"{name}/", (*above, layer), layers)

@@ -89,8 +89,8 @@ def parallelize(
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     named = run_together(axis, lambda: layers_named(model))
     layers = {name: same[0] for name, same in named.items()}
-    is_found = isinstance(plan, str)
-    if is_found:  # with different models ranks would find different plans
+    is_auto = isinstance(plan, str)
+    if is_auto:  # with different models ranks would find different plans
         structure_of(model, layers).compare(axis, "parallelize")
     traced, call = CheckedModel(model, layers, shared), example if verify is None else verify
     call = known_call(model) if call is None else call
@@ -98,17 +98,17 @@ def parallelize(
     others = () if traced.is_of_keras else (trained,)
     wanted: Any = find_plan(traced, shared, plan, call, report, others) if isinstance(plan, str) else plan
     known = numbers_in(model, layers)
-    found, numbers = run_together(axis, lambda: _layers(model, named, known, wanted))
-    styles = {name: style for name, _, style, _ in found}
-    said = [*_lines(layers, styles), *_lines_of_numbers(known, numbers)]
-    check_agreement(axis, "parallelize", [f"codec {codec}", *said, *map(_describe, model.variables)])
+    layers_found, numbers = run_together(axis, lambda: _layers(model, named, known, wanted))
+    styles = {name: style for name, _, style, _ in layers_found}
+    lines = [*_lines(layers, styles), *_lines_of_numbers(known, numbers)]
+    check_agreement(axis, "parallelize", [f"codec {codec}", *lines, *map(_describe, model.variables)])
 
     def check() -> None:
-        check_layers(found, Divisibility(shared))
+        check_layers(layers_found, Divisibility(shared))
         check_numbers(numbers, axis.size)
 
     run_together(axis, check)
-    if not is_found:
+    if not is_auto:
         structure_of(model, layers).compare(axis, "parallelize")
     checks = None
     with use_rank_0_values("parallelize", model.variables, axis):
@@ -128,7 +128,7 @@ def parallelize(
     watch_earlier_optimizers()
     watch_callbacks()
     watch_changes()
-    for name, layer, style, kind in found:
+    for name, layer, style, kind in layers_found:
         if kind is not None and not hasattr(layer, "become"):  # a layer with several names has become it by the first
             layer.__class__ = disguise_class(kind, type(layer))  # type: ignore[arg-type]  # types have a hash
             layer.become(name, shared, style)
@@ -161,10 +161,10 @@ def _layers(
     else:
         styles = resolve(plan, list(named), numbers=list(known))
     numbers = {name: (known[name], style) for name, style in styles.items() if isinstance(style, PerRank)}
-    found = [(name, single_layer(name, named[name]), style) for name, style in styles.items() if name not in numbers]
-    for name, _, _ in found:
+    layers = [(name, single_layer(name, named[name]), style) for name, style in styles.items() if name not in numbers]
+    for name, _, _ in layers:
         check_wrapper(name, named)
-    return [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in found], numbers
+    return [(name, layer, style, find_layer(name, layer, style)) for name, layer, style in layers], numbers
 
 
 def _lines(layers: Mapping[str, Any], styles: Mapping[str, Style]) -> list[str]:
@@ -223,11 +223,11 @@ def watch_changes() -> None:
 
 def _wrap_change(original: Any) -> Any:
     @functools.wraps(original)
-    def told(self: Any, *args: Any, **options: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
         for layer in self._flatten_layers():
             check = getattr(layer, "plan_check", None)
             if check is not None:
                 check.change()
         return original(self, *args, **options)
 
-    return told
+    return wrapper

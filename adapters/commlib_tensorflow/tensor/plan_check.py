@@ -60,7 +60,7 @@ class CheckedModel:
         self._hidden: list[str] = []
         self._eager: list[str] = []
         self._stopped: UsageError | None = None
-        self._stands_in = True
+        self._replaces_zeros = True
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[ModelTrace, Exception | None]:
         """Return the model's trace, and the error of the call if it failed."""
@@ -94,13 +94,13 @@ class CheckedModel:
 
         stops: also warn of such a call. Returns whether there was one.
         """
-        said, self._stopped = self._stopped, None
-        if said is not None and stops:
-            warnings.warn(f"{said}", stacklevel=3)
+        text, self._stopped = self._stopped, None
+        if text is not None and stops:
+            warnings.warn(f"{text}", stacklevel=3)
         if self._eager:
             line, self._eager = self._eager[0], []
             warnings.warn(
-                f"plan: {type(self._model).__name__} asks whether it runs eagerly at {line}, but its plan is checked "
+                f"plan: {type(self._model).__name__} checks whether it runs eagerly at {line}, but its plan is checked "
                 "in a graph, also with verify= and example=: remove this branch, or call it in a graph, as fit does",
                 stacklevel=3,
             )
@@ -111,7 +111,7 @@ class CheckedModel:
                 "give verify=, which compares values",
                 stacklevel=3,
             )
-        return said is not None
+        return text is not None
 
     def run(self, call: Any, styles: Collection[str], outputs: OutputPlacements) -> TracedRun:
         """Run the model forward and backward."""
@@ -129,12 +129,12 @@ class CheckedModel:
             return None
         training = self._training and not evaluate
         run = functools.partial(forward, self._model, self._layers, self._axis, call, styles, guide, training=training)
-        found = run(stands_in=self._stands_in)
-        if guide is None and self._stands_in:
-            works = found.is_finite or not found.zeros
-            self._stands_in = all(self._axis.comm.all_gather_object(works))
-            found = found if self._stands_in else run(stands_in=False)
-        return found
+        result = run(stands_in=self._replaces_zeros)
+        if guide is None and self._replaces_zeros:
+            works = result.is_finite or not result.zeros
+            self._replaces_zeros = all(self._axis.comm.all_gather_object(works))
+            result = result if self._replaces_zeros else run(stands_in=False)
+        return result
 
     def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
         """Return the unsharded call, and this rank's call with its shards. Collective."""
@@ -199,7 +199,7 @@ class PlanCheck:
         """Layers were added to or removed from the model since its plan was checked."""
         self._callers: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
         """Outermost layers that call these layers: the modes that are allowed, or the modes and layers."""
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         """Warnings already issued."""
 
     @contextmanager
@@ -235,20 +235,20 @@ class PlanCheck:
             return None
         if not self.kinds.too_many:
             if fails := _check(model, layers, self, ModelCall.within(model, args, options), training):
-                if self.kinds.miss(kind) and self.warns and self.axis.size > 1 and _FAILED not in self.told:
-                    self.told.add(_FAILED)
+                if self.kinds.miss(kind) and self.warns and self.axis.size > 1 and _FAILED not in self.warned:
+                    self.warned.add(_FAILED)
                     warnings.warn(describe_repeated_failure(self._name, fails), stacklevel=4)
                 return functools.partial(self._warn_on_success, fails)
             self.settle(kind)
-        elif self.warns and self.axis.size > 1 and _MANY not in self.told:
-            self.told.add(_MANY)
+        elif self.warns and self.axis.size > 1 and _MANY not in self.warned:
+            self.warned.add(_MANY)
             warnings.warn(describe_too_many_kinds(self._name, KINDS), stacklevel=4)
         return None
 
     def _warn_on_success(self, fails: str) -> None:
         """Warn that a call succeeded that had failed in the check."""
-        if self.warns and self.axis.size > 1 and _FAILED not in self.told:
-            self.told.add(_FAILED)
+        if self.warns and self.axis.size > 1 and _FAILED not in self.warned:
+            self.warned.add(_FAILED)
             warnings.warn(describe_failed_check(self._name, fails), stacklevel=5)
 
     def used(self, layer: Any) -> None:
@@ -277,8 +277,8 @@ class PlanCheck:
         elif self.warns and not self.done:
             self.warns = False
             warnings.warn(describe_unchecked(self._name, layer.name), stacklevel=4)
-        elif self.axis.rank == 0 and layer.name not in self.told and gives_part(layer) and not self.divided_output:
-            self.told.add(layer.name)
+        elif self.axis.rank == 0 and layer.name not in self.warned and gives_part(layer) and not self.divided_output:
+            self.warned.add(layer.name)
             warnings.warn(describe_outside_call(self._name, layer.name), stacklevel=4)
 
 
@@ -353,8 +353,8 @@ def _check(model: Any, layers: Layers, unchecked: PlanCheck, call: ModelCall, tr
         with unchecked.checking(), isolate_call():
             divided_output = unchecked.divided_output
             fails = check_first_call(axis, traced, call, divided_output=divided_output, warns=unchecked.warns)
-        if unchecked.warns and traced.warn(stops=_FAILED not in unchecked.told):
-            unchecked.told.add(_FAILED)
+        if unchecked.warns and traced.warn(stops=_FAILED not in unchecked.warned):
+            unchecked.warned.add(_FAILED)
     except UsageError as error:
         raise UsageError(str(error)) from error  # Keras appends to the text: the class must take one argument
     return fails

@@ -24,18 +24,18 @@ class VocabularyReversibleEmbedding(VocabularyEmbedding, keras.layers.Reversible
         """Return the sharding of its variables; `self` may be a plain layer. Raises UsageError if impossible."""
         check_plain(what, self, style)
         table = Sharding((self.input_dim, self.output_dim), 0)
-        found = [(self._embeddings, table), *sharded_factors(self, table)]
+        shardings = [(self._embeddings, table), *sharded_factors(self, table)]
         if not self.tie_weights:
-            found.append((self.reverse_embeddings, Sharding(whole_shape(self.reverse_embeddings), 1)))
-        return found
+            shardings.append((self.reverse_embeddings, Sharding(whole_shape(self.reverse_embeddings), 1)))
+        return shardings
 
     def call(self, inputs: Any, reverse: bool = False) -> Any:
         """Return the features of token ids, or logits of features."""
         if not reverse:
             return VocabularyEmbedding.call(self, inputs)
         sequence = self.style.sequence
-        found = keras.layers.ReversibleEmbedding.call(self, enter(self, inputs, self.axis, sequence), reverse=True)
-        return gather_outputs(found, self.axis, self.sharding_of_logits, layer=self) if self.style.gather else found
+        output = keras.layers.ReversibleEmbedding.call(self, enter(self, inputs, self.axis, sequence), reverse=True)
+        return gather_outputs(output, self.axis, self.sharding_of_logits, layer=self) if self.style.gather else output
 
     @property
     def sharding_of_logits(self) -> Sharding:

@@ -52,10 +52,10 @@ class SequenceLayerNormalization(_SequenceNorm, keras.layers.LayerNormalization)
         """Return the norm of a shard."""
         _check_features(self.name, self.axis, self.style.dim, len(inputs.shape))
         gamma, beta = _copy(self.divided_axis, self.gamma, self.beta)
-        found = keras.ops.layer_normalization(
+        output = keras.ops.layer_normalization(
             inputs, gamma, beta, self.axis, self.epsilon, rms_scaling=self.rms_scaling
         )
-        return tf.cast(found, self.compute_dtype)
+        return tf.cast(output, self.compute_dtype)
 
 
 class SequenceRMSNormalization(_SequenceNorm, keras.layers.RMSNormalization):  # type: ignore[misc]  # Keras has no types
@@ -110,8 +110,8 @@ class ReplicatedLayer:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output."""
-        found = super().call(*args, **kwargs)  # type: ignore[misc]
-        return keras.tree.map_structure(self._copy, found)
+        output = super().call(*args, **kwargs)  # type: ignore[misc]
+        return keras.tree.map_structure(self._copy, output)
 
     def _copy(self: Any, x: Any) -> Any:
         note_input(self.divided_axis, self, x, "the output")
@@ -139,8 +139,8 @@ def _copy(axis: ParallelAxis, gamma: Any, beta: Any) -> tuple[Any, Any]:
     given = [tf.convert_to_tensor(one) for one in (gamma, beta) if one is not None]
     if axis.size == 1 or not given:
         return gamma, beta
-    found = tf.unstack(copy(tf.stack(given), axis))
-    return (found[0] if gamma is not None else None), (found[-1] if beta is not None else None)
+    copies = tf.unstack(copy(tf.stack(given), axis))
+    return (copies[0] if gamma is not None else None), (copies[-1] if beta is not None else None)
 
 
 def _check_features(what: str, features: Any, dim: int, dims: int | None = None) -> None:

@@ -24,9 +24,9 @@ from commlib_tensorflow.tensor.moves import axis_of, redistribute
 
 @no_autograph
 def shard_sequence(x: Any, ranks: AxisRanks, dim: int = 1, *, layout: SequenceOrder = "balanced") -> tf.Tensor:
-    """Return this rank's tokens of whole sequences, which every rank has. dim: that of tokens. Not collective.
+    """Return this rank's tokens of whole sequences, which every rank has. dim: the dimension of tokens. Not collective.
 
-    The gradient is that of this rank's tokens, zeros elsewhere.
+    The gradient is for this rank's tokens, zeros elsewhere.
 
     Args:
         x: Full sequences, the same on every rank.
@@ -60,7 +60,7 @@ def unshard_sequence(
     length: int | None = None,
     partial: bool = False,
 ) -> tf.Tensor:
-    """Return whole sequences, in order, from the tokens of all ranks. dim: that of tokens. Collective.
+    """Return whole sequences, in order, from the tokens of all ranks. dim: the dimension of tokens. Collective.
 
     Args:
         x: This rank's tokens.

@@ -84,8 +84,8 @@ def gather_model(model: keras.Model) -> keras.Model:
             map(id, known)
         )  # whether frozen since or not: compile_from_config builds an optimizer for the currently trainable weights
         whole.trainable = True
-        for weight, made in zip(model.weights, whole.weights, strict=True):
-            made.trainable = id(weight) in known_ids
+        for weight, gathered in zip(model.weights, whole.weights, strict=True):
+            gathered.trainable = id(weight) in known_ids
         whole.compile_from_config(model.get_compile_config())
         _take_optimizer(model, whole)
     _take_settings(model, whole)
@@ -94,14 +94,14 @@ def gather_model(model: keras.Model) -> keras.Model:
 
 def _take_settings(model: Any, whole: Any) -> None:
     """Copy settings that a model's configuration does not hold."""
-    for layer, made in zip(model._flatten_layers(), whole._flatten_layers(), strict=True):
-        if made.trainable != layer.trainable:
-            made.trainable = layer.trainable
-        if getattr(made, "lora_enabled", False):
-            made.lora_alpha = layer.lora_alpha  # not all Keras layers take it from a configuration
-    for variable, made in zip(model.weights, whole.weights, strict=True):  # for weights inside a frozen layer
-        if made.trainable != variable.trainable:
-            made.trainable = variable.trainable
+    for layer, gathered in zip(model._flatten_layers(), whole._flatten_layers(), strict=True):
+        if gathered.trainable != layer.trainable:
+            gathered.trainable = layer.trainable
+        if getattr(gathered, "lora_enabled", False):
+            gathered.lora_alpha = layer.lora_alpha  # not all Keras layers take it from a configuration
+    for variable, gathered in zip(model.weights, whole.weights, strict=True):  # for weights inside a frozen layer
+        if gathered.trainable != variable.trainable:
+            gathered.trainable = variable.trainable
 
 
 def _take_optimizer(model: Any, whole: Any) -> None:
@@ -109,12 +109,12 @@ def _take_optimizer(model: Any, whole: Any) -> None:
     pairs = [(model.optimizer, whole.optimizer)]
     if (inner := getattr(model.optimizer, "inner_optimizer", None)) is not None:  # of a LossScaleOptimizer
         pairs.append((inner, whole.optimizer.inner_optimizer))
-    made = {id(weight): other for weight, other in zip(model.weights, whole.weights, strict=True)}
+    gathered = {id(weight): other for weight, other in zip(model.weights, whole.weights, strict=True)}
     for optimizer, other in pairs:
         singles, lists = _whole_state(optimizer)
         if not singles:
             continue
-        weights = [made.get(id(weight)) for weight in optimizer._trainable_variables]
+        weights = [gathered.get(id(weight)) for weight in optimizer._trainable_variables]
         if any(weight is None for weight in weights):
             raise UsageError(
                 f"gather_model: {optimizer.name} of {model.name!r} updates weights that are not the model's: "

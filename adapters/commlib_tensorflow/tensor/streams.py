@@ -40,9 +40,9 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
     Examples:
         ct.tensor.seed(mesh, 1234)  # equal along tp, different along dp
     """
-    found = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same) % (1 << 32)
-    keras.utils.set_random_seed(found)
-    return found
+    derived = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same) % (1 << 32)
+    keras.utils.set_random_seed(derived)
+    return derived
 
 
 def draw_alike(comm: Communicator) -> None:
@@ -72,8 +72,8 @@ def dropout(x: Any, rate: float, seed_generator: Any, ranks: AxisRanks) -> Any:
     """
     if rate == 0:
         return x
-    drawn = seed_generator.next() if isinstance(seed_generator, keras.random.SeedGenerator) else seed_generator
-    return tf.nn.experimental.stateless_dropout(x, rate, seed=tf.cast(own(drawn, ranks), tf.int32))
+    seed_value = seed_generator.next() if isinstance(seed_generator, keras.random.SeedGenerator) else seed_generator
+    return tf.nn.experimental.stateless_dropout(x, rate, seed=tf.cast(own(seed_value, ranks), tf.int32))
 
 
 class RankStream(keras.random.SeedGenerator):  # type: ignore[misc]  # Keras has no types
@@ -88,13 +88,13 @@ class RankStream(keras.random.SeedGenerator):  # type: ignore[misc]  # Keras has
         return own(super().next(ordered), self.axis)
 
 
-def own(drawn: Any, ranks: AxisRanks) -> Any:
+def own(seed_value: Any, ranks: AxisRanks) -> Any:
     """Return this rank's seed, from the pair of numbers that all ranks have drawn. For one rank it is unchanged."""
     shared = axis_of(ranks, "own")
     if shared.size == 1:
-        return drawn
-    place = tf.constant([fold(0, shared.rank) >> (63 - _BITS + 1), 0], drawn.dtype)
-    return tf.bitwise.bitwise_xor(drawn, place)
+        return seed_value
+    place = tf.constant([fold(0, shared.rank) >> (63 - _BITS + 1), 0], seed_value.dtype)
+    return tf.bitwise.bitwise_xor(seed_value, place)
 
 
 def split_streams(layer: Any, axis: ParallelAxis) -> None:

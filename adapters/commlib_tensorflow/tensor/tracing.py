@@ -29,7 +29,7 @@ from commlib_tensorflow.tensor._calls import ModelCall
 from commlib_tensorflow.tensor._conditions import deciding_tensors, watch_element_reads
 from commlib_tensorflow.tensor._eager_checks import watch_eager_checks
 from commlib_tensorflow.tensor._gathering import SUMS, is_sum
-from commlib_tensorflow.tensor._gradient_registry import forget_gradients, kept_by_gradients
+from commlib_tensorflow.tensor._gradient_registry import forget_gradients, tensors_of_gradients
 from commlib_tensorflow.tensor._guided_calls import GuidedCall, detach_tensors, replace_tensors
 from commlib_tensorflow.tensor._held_tensors import WRITES, find_held
 from commlib_tensorflow.tensor._numbers import numbers_in
@@ -76,8 +76,8 @@ def try_trace(
     recorded as one step because they have a style. The graph is made but never run: nothing is computed, and a sharded
     model communicates only the agreements at layers' first use. All state is restored: see `preserve_model`. If the
     call fails, its error is returned, with the trace up to the failing layer. hidden: gets the names of sharded layers
-    that ran where they cannot be traced. eager: gets the lines that ask whether they run eagerly, which is not the case
-    here. weights: those whose shapes are recorded when the model requests them.
+    that ran where they cannot be traced. eager: gets the lines that query whether they run eagerly, which
+    is not the case here. weights: those whose shapes are recorded when the model requests them.
     """
     call = ModelCall.of(given)
     for inlines in (True, False):  # without AutoGraph some functions cannot be inlined
@@ -94,11 +94,11 @@ def try_trace(
         if recorder.error is None:
             break
     if recorder.error is not None and recorder.asked:
-        said = (
+        reason = (
             f"it requests elements of a tensor at {recorder.asked}. A graph tensor has none, so later operations "
             "cannot be checked: use keras.ops.where or cond, or leave example= and verify= out"
         )
-        error = UsageError(f"plan: {type(model).__name__} cannot be traced: {said}")
+        error = UsageError(f"plan: {type(model).__name__} cannot be traced: {reason}")
         error.__cause__, recorder.error = recorder.error, error
     if recorder.hidden and hidden is not None:
         hidden.extend(recorder.hidden)
@@ -186,7 +186,7 @@ class TraceRecorder:
         self.is_custom = False
         """A function between layers has a custom gradient."""
         self.eager: list[str] = []
-        """Lines of user code that ask whether they run eagerly."""
+        """Lines of user code that query whether they run eagerly."""
         self.hidden: list[str] = []
         """Layers with a style that ran in another graph: in a loop, a branch or a function."""
         self._names = {id(layer): name for name, layer in reversed(list(layers.items()))}
@@ -195,7 +195,7 @@ class TraceRecorder:
         self._results: list[Any] = []
         self._losses: list[tuple[str, Any, str]] = []
         """Losses that layers add, with the layers' names and the lines."""
-        self._kept: set[int] = set()
+        self._held_numbers: set[int] = set()
         """Values that are held after the call, or assigned to a variable."""
         self.error: Exception | None = None
         self._weights = {
@@ -203,7 +203,7 @@ class TraceRecorder:
             for name, layer in [("", model), *reversed(list(layers.items()))]
             for variable in layer.trainable_variables
         }
-        self._asked: dict[str, tuple[int, ...]] = {}
+        self._requested_lengths: dict[str, tuple[int, ...]] = {}
         """Shapes that operations requested with such integers, by operation name."""
         self._recording = StepRecording(shape_of, self._source, _key, _is_discrete, lambda: running_line(_PACKAGES))
         self.tensors = self._recording.tensors
@@ -221,12 +221,12 @@ class TraceRecorder:
                 self.error = error
         self._results = tensors_in(result)
         updates: dict[int, Any] = scope.state_mapping
-        kept = self._find_held(before, updates, call) if self._keeps and self.error is None else []
+        held = self._find_held(before, updates, call) if self._keeps and self.error is None else []
         self._note(before)
         names = {id(variable): variable.path for variable in self._model.variables}
         for key, value in updates.items():
             self._note_assignment(value, f"what is assigned to {names.get(key, 'a variable')}")
-        self._kept |= {number for one in kept if (number := self._number_of_kept(one)) is not None}
+        self._held_numbers |= {number for one in held if (number := self._number_of_held(one)) is not None}
         for name, loss, place in self._losses:
             if getattr(loss, "graph", None) is self._graph:
                 every = tuple(range(len(shape_of(loss))))
@@ -250,25 +250,29 @@ class TraceRecorder:
         full tensor.
         """
         calls = [call for call in self._calls if call.leaf and call.layer is not None]
-        taken = [one for call in calls for one in call.inputs] + self._results
-        ends = [one for one in taken if one.dtype.is_floating and getattr(one, "graph", None) is self._graph]
-        made = [one for call in calls for one in call.results if one.dtype.is_floating]
+        inputs = [one for call in calls for one in call.inputs] + self._results
+        ends = [one for one in inputs if one.dtype.is_floating and getattr(one, "graph", None) is self._graph]
+        results = [one for call in calls for one in call.results if one.dtype.is_floating]
         given = [tf.cos(3 * end + 1) for end in ends]
-        found = tf.gradients(ends, made, given, unconnected_gradients="zero") if ends and made else []
-        return {self._recording.number(tensor): one for tensor, one in zip(made, found, strict=True)}
+        gradients = tf.gradients(ends, results, given, unconnected_gradients="zero") if ends and results else []
+        return {self._recording.number(tensor): one for tensor, one in zip(results, gradients, strict=True)}
 
     def trace(self) -> ModelTrace:
         """Return the trace of the run."""
-        return self._recording.trace(self._results, self._tied(), whole=self._whole, held=self._kept)
+        return self._recording.trace(self._results, self._tied(), whole=self._whole, held=self._held_numbers)
 
     def _find_held(self, first: int, updates: Mapping[int, Any], call: ModelCall) -> list[Any]:
         """Return the tensors that are held after the call, besides its results."""
         returned = set(map(id, self._results))
         operations = self._graph.get_operations()
         every = [one for op in operations[first:] for one in op.outputs]
-        made = [one for one in every if one.dtype not in _HANDLES and id(one) not in returned]
+        candidates = [one for one in every if one.dtype not in _HANDLES and id(one) not in returned]
         masked = [vars(one) for one in every if "_keras_mask" in vars(one)]
-        losses = [lost for layer in self._model._flatten_layers() if (lost := vars(layer).get("_losses")) is not None]
+        losses = [
+            own_losses
+            for layer in self._model._flatten_layers()
+            if (own_losses := vars(layer).get("_losses")) is not None
+        ]
         calls = [
             given
             for one in self._calls
@@ -276,12 +280,12 @@ class TraceRecorder:
         ]
         roots = (vars(self._model), call.args, call.options)
         inputs = [known for op in operations if (known := getattr(op, "_inputs_val", None)) is not None]
-        ours = [every, updates, *self._losses, *masked, *losses, *calls, *inputs, *kept_by_gradients(operations)]
+        ours = [every, updates, *self._losses, *masked, *losses, *calls, *inputs, *tensors_of_gradients(operations)]
         ours += [] if self._guided is None else [self._guided.given]
-        found = find_held(made, ours, lambda: count_cached(roots, tf.is_tensor, keras.layers.Layer))
-        return [tensor for tensor in made if id(tensor) in found]
+        held = find_held(candidates, ours, lambda: count_cached(roots, tf.is_tensor, keras.layers.Layer))
+        return [tensor for tensor in candidates if id(tensor) in held]
 
-    def _number_of_kept(self, tensor: Any) -> int | None:
+    def _number_of_held(self, tensor: Any) -> int | None:
         """Return the number of a held tensor, also of one from inside a layer that is one step."""
         if self._recording.knows(tensor) or tensor.op.type in SOURCES:
             return self._recording.number_of(tensor)
@@ -295,11 +299,13 @@ class TraceRecorder:
     def _note_assignment(self, value: Any, text: str) -> None:
         """Record that a variable was assigned a value, which has no gradient when it is read."""
         if getattr(value, "graph", None) is self._graph and self._recording.knows(value):
-            kept = tf.stop_gradient(value)
+            constant = tf.stop_gradient(value)
             equation = equations.pointwise(shape_of(value))
-            self._recording.add("", "equation", (value,), (kept,), equation=equation, text=text, place=_line(value.op))
-            self._recording.detach(kept)
-            self._kept.add(self._recording.number(kept))
+            self._recording.add(
+                "", "equation", (value,), (constant,), equation=equation, text=text, place=_line(value.op)
+            )
+            self._recording.detach(constant)
+            self._held_numbers.add(self._recording.number(constant))
 
     def _count(self) -> int:
         return len(self._graph.get_operations())
@@ -320,7 +326,7 @@ class TraceRecorder:
             stack.enter_context(
                 replace_attribute(keras.layers.Layer, "rematerialized_call", lambda _, call, *args, **options: call)
             )
-            stack.enter_context(override_shapes(self._shown, self._shape_asked, _PACKAGES))
+            stack.enter_context(override_shapes(self._shown, self._note_shape_request, _PACKAGES))
             for owner, name in _OPAQUE:
                 stack.enter_context(replace_attribute(owner, name, self._wrap_opaque(getattr(owner, name))))
             stack.enter_context(
@@ -337,13 +343,13 @@ class TraceRecorder:
                 tf.config.run_functions_eagerly(True)
             yield
 
-    def _shape_asked(self, seen: WeightShape) -> bool:
+    def _note_shape_request(self, seen: WeightShape) -> bool:
         """Record a request for the shape of a sharded weight; return whether it came from outside of its layer."""
         if self._inside:
             return False
-        found = {"kind": "shape", "inputs": ()}
+        fields = {"kind": "shape", "inputs": ()}
         place, text = running_line(_PACKAGES), "the shape of its weight"
-        call = _LayerCall(seen.layer, None, [], self._count(), True, place=place, found=found, text=text)
+        call = _LayerCall(seen.layer, None, [], self._count(), True, place=place, found=fields, text=text)
         if not any((one.name, one.place, one.text) == (call.name, place, text) for one in self._calls):
             call.last = self._count()
             self._calls.append(call)
@@ -354,9 +360,9 @@ class TraceRecorder:
         place = running_line(_PACKAGES)
         if not self._inside and tensor.graph is self._graph and place:
             self.asked = place
-            found = {"kind": "number", "inputs": (tensor,)}
+            fields = {"kind": "number", "inputs": (tensor,)}
             call = _LayerCall(
-                "", None, [tensor], self._count(), True, place=place, found=found, text="a number of Python"
+                "", None, [tensor], self._count(), True, place=place, found=fields, text="a number of Python"
             )
             call.last = self._count()
             self._calls.append(call)
@@ -383,10 +389,10 @@ class TraceRecorder:
                 return function(value, lengths, *args, **options)
             plain = [int(one) if isinstance(one, Length) else one for one in given]
             result = function(value, plain if several else plain[0], *args, **options)
-            made = tensors_in(result)
-            if several and made and getattr(made[0], "graph", None) is self._graph:
-                asked = [one if isinstance(one, int) else tf.get_static_value(one) for one in given]
-                self._asked[made[0].op.name] = tuple(-1 if one is None else one for one in asked)
+            tensors = tensors_in(result)
+            if several and tensors and getattr(tensors[0], "graph", None) is self._graph:
+                requested = [one if isinstance(one, int) else tf.get_static_value(one) for one in given]
+                self._requested_lengths[tensors[0].op.name] = tuple(-1 if one is None else one for one in requested)
             return result
 
         return functools.wraps(function)(called)
@@ -405,8 +411,8 @@ class TraceRecorder:
         """Wrap a regularizer as one step: a sum over this rank's elements is correct."""
 
         def called(regularizer: Any, x: Any) -> Any:
-            found, text = {"kind": "penalty", "inputs": (x,)}, f"{type(regularizer).__name__} of an output"
-            call = _LayerCall("", None, [], self._count(), True, place=running_line(_PACKAGES), found=found, text=text)
+            fields, text = {"kind": "penalty", "inputs": (x,)}, f"{type(regularizer).__name__} of an output"
+            call = _LayerCall("", None, [], self._count(), True, place=running_line(_PACKAGES), found=fields, text=text)
             result = function(regularizer, x)
             if not self._inside and tf.compat.v1.get_default_graph() is self._graph:
                 call.last, call.results = self._count(), tensors_in(result)
@@ -423,11 +429,11 @@ class TraceRecorder:
                 return function(*args, **options)
             first = self._count()
             given = (tf.convert_to_tensor(args[0]), *args[1:])
-            found = describe(*given, **options)
+            fields = describe(*given, **options)
             given = (given[0], *(int(one) if isinstance(one, Length) else one for one in given[1:]))
-            if found is None:
+            if fields is None:
                 return function(*given, **options)
-            call = _LayerCall("", None, [given[0]], first, True, place=running_line(_PACKAGES), found=found)
+            call = _LayerCall("", None, [given[0]], first, True, place=running_line(_PACKAGES), found=fields)
             call.results = tensors_in(function(*given, **options))
             call.last = self._count()
             self._calls.append(call)
@@ -495,8 +501,8 @@ class TraceRecorder:
 
     def _leaf(self, call: _LayerCall) -> None:
         if call.found is not None:
-            found = self._with_lengths(call.found, call.inputs[0]) if call.inputs else call.found
-            self._recording.add(call.name, outputs=call.results, text=call.text, place=call.place, **found)
+            fields = self._with_lengths(call.found, call.inputs[0]) if call.inputs else call.found
+            self._recording.add(call.name, outputs=call.results, text=call.text, place=call.place, **fields)
             return
         if call.layer is None:
             self.communicates = True
@@ -504,15 +510,15 @@ class TraceRecorder:
             return
         if not call.inputs:
             return
-        found = _leaves.describe_leaf(call.layer, call.inputs[0])
-        if found["kind"] == "unknown":  # a user's layer
+        fields = _leaves.describe_leaf(call.layer, call.inputs[0])
+        if fields["kind"] == "unknown":  # a user's layer
             within = self._graph.get_operations()[call.first : call.last]
             self.communicates |= any(op.type in CALLS for op in within)
-        if self._tries and found["kind"] == "unknown" and isinstance(self._styles, Mapping):
+        if self._tries and fields["kind"] == "unknown" and isinstance(self._styles, Mapping):
             style, (args, options) = self._styles.get(call.name), call.given
-            found |= try_on_shards(style, call.layer, args, options, training=self._training)
+            fields |= try_on_shards(style, call.layer, args, options, training=self._training)
         text = type(call.layer).__name__
-        self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, place=call.place, **found)
+        self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, place=call.place, **fields)
 
     def _operation(self, op: Any, at: int) -> None:
         if op.type in WRITES:
@@ -529,28 +535,28 @@ class TraceRecorder:
             for tensor, result in zip(op.inputs, op.outputs, strict=True):
                 if tensor.op.type in ("ReadVariableOp", "Placeholder") and not result.consumers():
                     continue  # functions with custom gradients pass on the variables they used
-                found = describe_identity(tensor) or {"kind": "unknown", "inputs": (tensor,)}
-                found["kind"] = "unknown" if is_custom else found["kind"]
-                self._recording.add("", outputs=(result,), text=text, place=_line(op), **found)
+                fields = describe_identity(tensor) or {"kind": "unknown", "inputs": (tensor,)}
+                fields["kind"] = "unknown" if is_custom else fields["kind"]
+                self._recording.add("", outputs=(result,), text=text, place=_line(op), **fields)
             return
         for tensor in deciding_tensors(op):
             counter = [one for one in op.inputs if _is_discrete(one)][:1]  # marks it as discrete, even a float
             text = f"the condition of {op.type} in {inside[-1] if inside else 'the model'}"
             self._recording.add("", "number", (tensor, *counter), (), text=text, place=_line(op))
-        found = describe_call(op)
-        if op.name in self._asked and found["kind"] != "unknown":
-            asked = self._asked[op.name]
+        fields = describe_call(op)
+        if op.name in self._requested_lengths and fields["kind"] != "unknown":
+            lengths = self._requested_lengths[op.name]
             if op.type != "Tile":
-                found["asked"] = asked
-            elif all(1 in both for both in zip(asked, shape_of(op.inputs[0]), strict=True)):  # else the order differs
-                found = self._with_lengths({**found, "times": asked}, op.inputs[0])
-        self._recording.add("", outputs=op.outputs, text=text, place=_line(op), **found)
+                fields["asked"] = lengths
+            elif all(1 in both for both in zip(lengths, shape_of(op.inputs[0]), strict=True)):  # else the order differs
+                fields = self._with_lengths({**fields, "times": lengths}, op.inputs[0])
+        self._recording.add("", outputs=op.outputs, text=text, place=_line(op), **fields)
         if op.type in ("StopGradient", "PreventGradient"):
             self._recording.detach(op.outputs[0])
 
-    def _with_lengths(self, found: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
+    def _with_lengths(self, described: Mapping[str, Any], tensor: Any) -> dict[str, Any]:
         """Return the fields of a step, with the requested lengths if "times" gives the repetitions of a tensor."""
-        fields = dict(found)
+        fields = dict(described)
         if times := fields.pop("times", ()):
             number, used = self._recording.number(tensor), self._recording.used
             lengths = [Length.of(length, (number, dim), used) for dim, length in enumerate(shape_of(tensor))]

@@ -107,8 +107,8 @@ def _own_stage(comm: Any, sizes: StepSizes, blocks: int) -> Step:
         for given, wanted in zip(
             (inputs if is_first else vectors).chunk(sizes.microbatches), targets.chunk(sizes.microbatches), strict=True
         ):
-            found: Tensor = model(given if is_first else given.detach().requires_grad_())
-            loss = loss_of(found, wanted) / sizes.microbatches if is_last else found.mean()
+            output: Tensor = model(given if is_first else given.detach().requires_grad_())
+            loss = loss_of(output, wanted) / sizes.microbatches if is_last else output.mean()
             loss.backward()
             total += float(loss.detach())
         optimizer.step()

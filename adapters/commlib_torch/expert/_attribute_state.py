@@ -84,11 +84,11 @@ def broadcast_attribute_state(model: nn.Module, without: Iterable[nn.Module], co
     """
     left = set(without)
     modules = [(name, module) for name, module in model.named_modules() if module not in left]
-    found = {
+    state = {
         f"module {name}: {where}" if name else f"the model: {where}": value
         for name, where, value in attribute_state_of(modules, model)
     }
-    taken = find_replaceable(comm, "expertize", {where: fingerprint_of(value) for where, value in found.items()})
-    tensors = [one if isinstance(one := found[where], Tensor) else torch.from_numpy(one) for where in taken]
+    replaceable = find_replaceable(comm, "expertize", {where: fingerprint_of(value) for where, value in state.items()})
+    tensors = [one if isinstance(one := state[where], Tensor) else torch.from_numpy(one) for where in replaceable]
     with values_of_rank_0(tensors, comm):
         yield

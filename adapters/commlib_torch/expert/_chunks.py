@@ -38,12 +38,12 @@ def run_in_chunks(flow: ChunkedDispatch, between: BackwardGuard, x: Tensor, gate
         own = pieces[2 * part], pieces[2 * part + 1]
         rows, row_gates, counts = _DispatchChunk.apply(*own, flow, part)  # type: ignore[no-untyped-call]
         results.append(_CombineChunk.apply(compute(rows, counts), row_gates, flow, part))  # type: ignore[no-untyped-call]
-    found: Tensor = _JoinTokens.apply(flow, between, *results)  # type: ignore[no-untyped-call]
-    return found
+    tokens: Tensor = _JoinTokens.apply(flow, between, *results)  # type: ignore[no-untyped-call]
+    return tokens
 
 
 def _call_ordered(call: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with torch's current streams as those of the core's devices."""
+    """Call a function with torch's current streams for the core's devices."""
     with use_device_streams():
         return call(*args)
 
@@ -56,10 +56,10 @@ class _SplitTokens(Function):
         ctx: Any, x: Tensor, gates: Tensor, flow: ChunkedDispatch, between: BackwardGuard
     ) -> tuple[Tensor, ...]:
         ctx.flow, ctx.between, ctx.like = flow, between, (x.new_empty(0), x.shape, gates.new_empty(0), gates.shape)
-        found: list[Tensor] = []
+        chunks: list[Tensor] = []
         for part in flow.parts:
-            found += x[part.first : part.last].clone(), gates[torch.from_numpy(part.places)]
-        return tuple(found)
+            chunks += x[part.first : part.last].clone(), gates[torch.from_numpy(part.places)]
+        return tuple(chunks)
 
     @staticmethod
     @once_differentiable
@@ -81,8 +81,8 @@ class _DispatchChunk(Function):
     ) -> tuple[Tensor, Tensor, list[int]]:
         ctx.call = flow, part
         ctx.like = x.new_empty(0), x.shape, gates.new_empty(0), gates.shape
-        rows, came, counts = _call_ordered(flow.dispatched, part)
-        return to_tensor(rows), to_tensor(came), counts
+        rows, arrived, counts = _call_ordered(flow.dispatched, part)
+        return to_tensor(rows), to_tensor(arrived), counts
 
     @staticmethod
     @once_differentiable
@@ -109,9 +109,9 @@ class _CombineChunk(Function):
         flow, part = ctx.call
         rows, gates = map(read, ctx.saved_tensors)
         with use_device_streams():
-            came = flow.wait_combine_back(part)
-            of_gates = scale_gradients(came, rows, gates)
-        return to_tensor(came), to_tensor(of_gates), None, None
+            arrived = flow.wait_combine_back(part)
+            of_gates = scale_gradients(arrived, rows, gates)
+        return to_tensor(arrived), to_tensor(of_gates), None, None
 
 
 class _JoinTokens(Function):

@@ -96,7 +96,7 @@ def copy_mlp(module: nn.Module, model: nn.Module, memo: Mapping[int, Any] | None
 def _outside(module: nn.Module, model: nn.Module) -> dict[int, Any]:
     """Return the outside layers and weights that an MLP refers to, by their ids."""
     own, known = {id(one) for one in _members_of(module)}, {id(one) for one in _members_of(model)}
-    found: dict[int, Any] = {}
+    outside: dict[int, Any] = {}
     layers = [layer for layer in module.modules() if not hasattr(type(layer), "__deepcopy__")]
     for _, value in (pair for layer in layers for pair in _attributes(layer)):
         for one, _ in _reach(value, is_copied=True):
@@ -107,8 +107,8 @@ def _outside(module: nn.Module, model: nn.Module) -> dict[int, Any]:
                 ]
             else:
                 parts = [one] if id(one) in known or isinstance(one, nn.Module) or one.requires_grad else []
-            found |= {id(part): part for part in parts if id(part) not in own}
-    return found
+            outside |= {id(part): part for part in parts if id(part) not in own}
+    return outside
 
 
 def _members_of(module: nn.Module) -> Iterator[Any]:
@@ -166,7 +166,7 @@ def _reach(root: Any, *, is_copied: bool) -> Iterator[tuple[Any, bool]]:
         elif isinstance(value, Tensor):
             yield value, is_copied
         elif isinstance(value, FunctionType):
-            waiting += [(one, False) for one in _kept_by(value)]
+            waiting += [(one, False) for one in _referenced_by(value)]
         elif isinstance(value, weakref.ref):
             waiting.append((value(), False))
         elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
@@ -181,7 +181,7 @@ def _reach(root: Any, *, is_copied: bool) -> Iterator[tuple[Any, bool]]:
             waiting += [(one, is_copied) for one in (*list_contents(value).values(), *keys)]
 
 
-def _kept_by(function: FunctionType) -> list[Any]:
+def _referenced_by(function: FunctionType) -> list[Any]:
     """Return a function's closure values, its defaults, and the module variables that it names."""
     if function.__module__ is not None and function.__module__.partition(".")[0] in _LIBRARIES:
         return []

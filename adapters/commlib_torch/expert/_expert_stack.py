@@ -44,13 +44,13 @@ def stack_experts(
     shards of those of all experts. divided: the shardings of an expert's parameters, by name, among ranks of tensor
     parallelism, if there are any. Raises UsageError for modules that cannot be stacked.
     """
-    made = []
+    experts = []
     for expert in placement.of_rank(ranks.axis.rank):
         with use_seed(fold(seed, expert)):
-            made.append(make())
-    whole = made[0]
-    _check(what, made)
-    others = [dict(each.named_parameters()) for each in made]
+            experts.append(make())
+    whole = experts[0]
+    _check(what, experts)
+    others = [dict(each.named_parameters()) for each in experts]
     for name, parameter in list(whole.named_parameters()):
         inner, _, last = name.rpartition(".")
         values = torch.stack([other[name].detach() for other in others])
@@ -122,9 +122,9 @@ def _run_each(what: str, experts: nn.Module, rows: Tensor, counts: Sequence[int]
             error.add_note(f"This is an expert of {what}, called with {tuple(own.shape)}.")
             raise
         if not isinstance(out, Tensor) or out.shape != own.shape:
-            made = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            form = tuple(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise UsageError(
-                f"{what}: an expert returned {made} for rows {tuple(own.shape)}, expected a tensor of this shape"
+                f"{what}: an expert returned {form} for rows {tuple(own.shape)}, expected a tensor of this shape"
             )
         return out
 
@@ -148,8 +148,8 @@ def _run_without_rows(
             like = call(values, rows.detach())
         except Exception:
             like = call(values, rows.new_zeros(1, rows.shape[1]))
-    found: Tensor = _NoRows.apply(rows, like, *stacks)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _NoRows.apply(rows, like, *stacks)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _SplitRows(Function):
@@ -200,16 +200,16 @@ def use_seed(seed: int) -> Iterator[None]:
         yield
 
 
-def _check(what: str, made: Sequence[nn.Module]) -> None:
-    check_tied(what, made[0])
-    first: dict[str, Any] = {name: parameter.shape for name, parameter in made[0].named_parameters()}
-    for name, _ in made[0].named_buffers():
+def _check(what: str, experts: Sequence[nn.Module]) -> None:
+    check_tied(what, experts[0])
+    first: dict[str, Any] = {name: parameter.shape for name, parameter in experts[0].named_parameters()}
+    for name, _ in experts[0].named_buffers():
         raise UsageError(
             f"{what}: an expert has a buffer, {name}: experts may only have parameters, because each sees other tokens"
         )
     if not first:
         raise UsageError(f"{what}: an expert has no parameters")
-    for number, other in enumerate(made):
+    for number, other in enumerate(experts):
         if {name: parameter.shape for name, parameter in other.named_parameters()} != first:
             raise UsageError(f"{what}: expert {number} of this rank has other parameters than the first expert")
 

@@ -47,23 +47,23 @@ class Family:
 
         These are the layers nearest to it. A layer that is equally near to another one belongs to neither.
         """
-        beside: list[list[int]] = [[] for _ in self._layers]
+        neighbours: list[list[int]] = [[] for _ in self._layers]
         for number, original in self._pairs:
-            beside[number].append(original)
-            beside[original].append(number)
+            neighbours[number].append(original)
+            neighbours[original].append(number)
         own = [next(n for n, one in enumerate(self._layers) if one() is layer) for layer in layers]
         nearest = {number: {place} for place, number in enumerate(own)}
         edge = nearest
         while edge:
             reached: dict[int, set[int]] = {}
             for number, places in edge.items():
-                for other in beside[number]:
+                for other in neighbours[number]:
                     if other not in nearest:
                         reached.setdefault(other, set()).update(places)
             nearest, edge = {**nearest, **reached}, reached
-        found: list[list[Any]] = [[] for _ in layers]
+        copies: list[list[Any]] = [[] for _ in layers]
         for number, reference in enumerate(self._layers):
             layer, places = reference(), nearest.get(number, set())
             if layer is not None and number not in own and len(places) == 1:
-                found[next(iter(places))].append(layer)
-        return found
+                copies[next(iter(places))].append(layer)
+        return copies

@@ -57,9 +57,9 @@ class DispatchFunction(Function):
     ) -> tuple[Tensor, Tensor, Any, list[int]]:
         given = read(x)
         with use_device_streams():
-            passage, rows, came, counts = exchange.dispatch(between.mixture.name, routing, given, routing.gates)
+            passage, rows, arrived, counts = exchange.dispatch(between.mixture.name, routing, given, routing.gates)
         ctx.call = exchange, between, passage
-        return to_tensor(rows), to_tensor(came), passage, counts.tolist()
+        return to_tensor(rows), to_tensor(arrived), passage, counts.tolist()
 
     @staticmethod
     @once_differentiable
@@ -93,8 +93,8 @@ class CombineFunction(Function):
         rows, gates = map(read, ctx.saved_tensors)
         given = read(gradient)
         with use_device_streams():
-            came = exchange.combine_back(between.mixture.name, passage, given)
+            arrived = exchange.combine_back(between.mixture.name, passage, given)
         between.open()
         with use_device_streams():
-            of_gates = scale_gradients(came, rows, gates)
-        return to_tensor(came), to_tensor(of_gates), None, None, None
+            of_gates = scale_gradients(arrived, rows, gates)
+        return to_tensor(arrived), to_tensor(of_gates), None, None, None

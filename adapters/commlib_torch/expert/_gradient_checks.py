@@ -37,18 +37,18 @@ def _count(optimizer: Optimizer) -> None:
     step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if not is_due(step):
         return
-    found = [
+    entries = [
         (f"parameter {place} of group {number}, of shape {list(one.shape)},", one, shard_of(one))
         for number, group in enumerate(optimizer.param_groups)
         if group.get("lr") != 0  # ranks cannot diverge
         for place, one in enumerate(group["params"])
     ]
-    if not has_experts(shard for *_, shard in found):
+    if not has_experts(shard for *_, shard in entries):
         return
-    squares = squares_of([values_of(one.grad)[:MOST] for _, one, _ in found if one.grad is not None])
+    squares = squares_of([values_of(one.grad)[:MOST] for _, one, _ in entries if one.grad is not None])
     gradients = [
-        (name, shard, 0.0 if one.grad is None else next(squares), dtype_name(one.dtype)) for name, one, shard in found
+        (name, shard, 0.0 if one.grad is None else next(squares), dtype_name(one.dtype)) for name, one, shard in entries
     ]
     own = [one for one in gradients if one[1] is None or one[1].is_local]
-    prints = [print_of(host_array(values_of(one)[:MOST])) for _, one, shard in found if shard is None and step == 1]
+    prints = [print_of(host_array(values_of(one)[:MOST])) for _, one, shard in entries if shard is None and step == 1]
     check_step(f"{type(optimizer).__name__}.step", own, _warned.setdefault(optimizer, set()), prints)

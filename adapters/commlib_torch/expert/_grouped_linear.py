@@ -20,8 +20,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: li
         kind = torch.get_autocast_dtype(device)
         rows, weight, bias = rows.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
     with torch.autocast(device, enabled=False):
-        found: Tensor = _GroupedLinear.apply(rows, weight, bias, counts)  # type: ignore[no-untyped-call]
-    return found
+        output: Tensor = _GroupedLinear.apply(rows, weight, bias, counts)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _products(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int]) -> list[Tensor]:

@@ -45,7 +45,7 @@ class OptimizerStates:
 
         Raises UsageError for a state that is neither per element nor one number for the parameter.
         """
-        found = {}
+        states = {}
         for key, value in self._state(parameter).items():
             if value is None:
                 continue
@@ -54,8 +54,8 @@ class OptimizerStates:
                     f"{self._verb}: the {self.name} state {key} of {what} is {_describe(value)}, and the parameter has "
                     f"shape {list(parameter.shape)}: it cannot be assigned to experts: do not pass the optimizer"
                 )
-            found[self._named(key)] = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        return found
+            states[self._named(key)] = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+        return states
 
     def keeps(self, parameter: Tensor, file: Collection[str]) -> Collection[str]:
         """Return the names of a parameter's states, without its step. file: the names in a file."""
@@ -78,19 +78,19 @@ class OptimizerStates:
         if not names:
             return {}
         group, like = self._groups[id(parameter)], self._trial(parameter) or self._state(parameter)
-        found: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         for name in sorted(names):  # ranks gather states in this order
             key = next((key for key, common in self._common.items() if common == name), name.rpartition(".")[2])
             array = momentum(layer, what, name, float(group["lr"])) if name == MOMENTUM else layer[f"{what}/{name}"]
-            found[key] = _to_state(array, parameter, like.get(key))
+            states[key] = _to_state(array, parameter, like.get(key))
         if f"{what}/{STEP}" in layer and (STEP in like or not like):
-            found[STEP] = _to_state(layer[f"{what}/{STEP}"], parameter, like.get(STEP))
-        return found
+            states[STEP] = _to_state(layer[f"{what}/{STEP}"], parameter, like.get(STEP))
+        return states
 
-    def put(self, parameter: Tensor, kept: dict[str, Any]) -> None:
+    def put(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Replace a parameter's optimizer states."""
-        if self._optimizer is not None and (kept or self._state(parameter)):
-            self._optimizer.state[parameter] = kept
+        if self._optimizer is not None and (state or self._state(parameter)):
+            self._optimizer.state[parameter] = state
 
     def _state(self, parameter: Tensor) -> Mapping[str, Any]:
         return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
@@ -145,9 +145,9 @@ def _to_state(array: Array, parameter: Tensor, like: Any) -> Any:
             return torch.tensor(array.item(), dtype=like.dtype, device=like.device)
         is_plain = like is not None or array.dtype.name in ("int64", "float64")  # the form of Python's numbers in files
         return array.item() if is_plain else to_tensor(array.copy())
-    found = take_shard(array, parameter)
-    kind = like.dtype if isinstance(like, Tensor) else parameter.dtype if found.is_floating_point() else found.dtype
-    return found.to(device=parameter.device, dtype=kind)
+    shard = take_shard(array, parameter)
+    kind = like.dtype if isinstance(like, Tensor) else parameter.dtype if shard.is_floating_point() else shard.dtype
+    return shard.to(device=parameter.device, dtype=kind)
 
 
 def _describe(value: Any) -> str:

@@ -32,17 +32,17 @@ class PendingGradient:
 
     def loss(self, value: Tensor) -> Tensor:
         """Return the loss of the first forward."""
-        found = value.detach().clone().requires_grad_()
-        found.register_hook(self._come)
-        setattr(found, _MARK, self)
-        return found
+        detached = value.detach().clone().requires_grad_()
+        detached.register_hook(self._receive)
+        setattr(detached, _MARK, self)
+        return detached
 
     def take(self) -> float:
         """Return the gradient, for the forward that computes the loss again; 0 if none has arrived."""
-        found, self._gradient, self.is_spent = self._gradient, None, True
-        return 0.0 if found is None else float(found)
+        gradient, self._gradient, self.is_spent = self._gradient, None, True
+        return 0.0 if gradient is None else float(gradient)
 
-    def _come(self, gradient: Tensor) -> None:
+    def _receive(self, gradient: Tensor) -> None:
         if self._gradient is None:
             Variable._execution_engine.queue_callback(self._check)
         self._gradient = gradient if self._gradient is None else self._gradient + gradient
@@ -51,16 +51,16 @@ class PendingGradient:
         if self._gradient is not None:
             self._gradient = None
             raise UsageError(
-                f"{self._what}: the backward of its router's loss came after that of the layer's output, or without "
-                "it: with torch.utils.checkpoint(use_reentrant=True) both must be in one backward: pass "
+                f"{self._what}: the backward of its router's loss ran after the backward of the layer's output, or "
+                "without it: with torch.utils.checkpoint(use_reentrant=True) both must be in one backward: pass "
                 "use_reentrant=False"
             )
 
 
 def pending_of(loss: Tensor) -> PendingGradient | None:
     """Return the pending gradient of a loss from a forward without autograd; otherwise None."""
-    found: PendingGradient | None = getattr(loss, _MARK, None)
-    return found
+    pending: PendingGradient | None = getattr(loss, _MARK, None)
+    return pending
 
 
 def is_recomputing() -> bool:
@@ -105,17 +105,17 @@ class PendingGradients:
         self._waiting.append(waiting)
 
     def next(self) -> PendingGradient | None:
-        """Return that of the next recomputed call; after the last call it starts over."""
+        """Return the gradient of the next recomputed call; after the last call it starts over."""
         if not self._waiting:
             return None
-        found = self._waiting[self._next]
+        pending = self._waiting[self._next]
         self._next = (self._next + 1) % len(self._waiting)
-        return found
+        return pending
 
 
 def recall(ctx: Any, layer: Any) -> PendingGradients:
     """Return the pending gradients of a layer's losses, for a checkpoint that will recompute them."""
     if not hasattr(ctx, _MARK):
         setattr(ctx, _MARK, {})
-    found: PendingGradients = getattr(ctx, _MARK).setdefault(id(layer), PendingGradients())
-    return found
+    pending: PendingGradients = getattr(ctx, _MARK).setdefault(id(layer), PendingGradients())
+    return pending

@@ -34,10 +34,10 @@ def keepers_of(parameter: Tensor, given: Optimizer | None) -> list[Optimizer]:
 
     given: an optimizer that may not have made a step yet.
     """
-    found = sorted(_seen, key=lambda one: _seen[one])
+    keepers = sorted(_seen, key=lambda one: _seen[one])
     if given is not None and given not in _seen:
-        found.append(given)
-    return [one for one in found if parameter in one.state]
+        keepers.append(given)
+    return [one for one in keepers if parameter in one.state]
 
 
 _methods: MutableMapping[Tensor, weakref.WeakMethod[Callable[[], None]]] = WeakIdKeyDictionary()

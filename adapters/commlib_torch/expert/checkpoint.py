@@ -42,15 +42,15 @@ def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
 
 def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[checkpoint.ArrayMakers]:
     """Return functions that make the arrays of each layer, by name; most are collective."""
-    found = []
+    parts_by_layer = []
     for layer in layers:
         parts: checkpoint.ArrayMakers = {}
         for name, tensor in _named_layers(layer):
             parts[name] = partial(gather_full, tensor, tensor)
-            for key, kept in states.of(name, tensor).items():
-                parts[f"{name}/{key}"] = partial(gather_full, kept, tensor)
-        found.append(parts)
-    return found
+            for key, value in states.of(name, tensor).items():
+                parts[f"{name}/{key}"] = partial(gather_full, value, tensor)
+        parts_by_layer.append(parts)
+    return parts_by_layer
 
 
 def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -77,23 +77,23 @@ def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
         named, states = [list(_named_layers(layer)) for layer in layers], OptimizerStates("load_experts", optimizer)
         checkpoint.check(read, [{name: _whole_shape(tensor) for name, tensor in each} for each in named])
         if optimizer is not None:
-            kept = [
+            slots = [
                 {name: states.keeps(tensor, checkpoint.optimizer_names(arrays, name)) for name, tensor in each}
                 for arrays, each in zip(read, named, strict=True)
             ]
-            checkpoint.check_states(read, kept, states.name)
+            checkpoint.check_states(read, slots, states.name)
         return [
             (tensor, take_shard(arrays[name], tensor), {} if optimizer is None else states.read(arrays, name, tensor))
             for arrays, each in zip(read, named, strict=True)
             for name, tensor in each
         ]
 
-    found = checkpoint.load_together(layers[0].mixture.ranks, path, find)
+    loaded = checkpoint.load_together(layers[0].mixture.ranks, path, find)
     states = OptimizerStates("load_experts", optimizer)
     with torch.no_grad():
-        for tensor, value, kept in found:
+        for tensor, value, slots in loaded:
             tensor.copy_(value)
-            states.put(tensor, kept)
+            states.put(tensor, slots)
 
 
 def _layers(model: nn.Module) -> list[MoE]:

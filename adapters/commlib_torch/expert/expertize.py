@@ -53,27 +53,27 @@ def expertize(
     """
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
-    found = run_together(comm, lambda: _find_mlps(model, plan))
-    told = [line for name, module, experts in found for line in _describe_mlp(name, module, experts, model)]
+    mlps = run_together(comm, lambda: _find_mlps(model, plan))
+    lines = [line for name, module, experts in mlps for line in _describe_mlp(name, module, experts, model)]
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    check_agreement(comm, "expertize", [*told, *(f"{name}: {one.dtype}{list(one.shape)}" for name, one in tensors)])
-    copied, gone = (
-        {layer for _, module, experts in found for layer in module.modules() if (experts.hidden is None) is is_copied}
+    check_agreement(comm, "expertize", [*lines, *(f"{name}: {one.dtype}{list(one.shape)}" for name, one in tensors)])
+    copied, not_copied = (
+        {layer for _, module, experts in mlps for layer in module.modules() if (experts.hidden is None) is is_copied}
         for is_copied in (True, False)
     )
-    likeness_of_models(model, closely=copied, without=gone).compare(comm, "expertize")
-    made: dict[int, MoE] = {}
-    for name, module, experts in found:
-        if id(module) not in made:  # one module may have several names
+    likeness_of_models(model, closely=copied, without=not_copied).compare(comm, "expertize")
+    mixtures: dict[int, MoE] = {}
+    for name, module, experts in mlps:
+        if id(module) not in mixtures:  # one module may have several names
             make = None if experts.hidden is not None else _maker(module, experts, model)
-            made[id(module)] = _make_layer(name, module, experts, ranks, make)
-    _put(model, {name: made[id(module)] for name, module, _ in found})
+            mixtures[id(module)] = _make_layer(name, module, experts, ranks, make)
+    _put(model, {name: mixtures[id(module)] for name, module, _ in mlps})
     try:
-        with _values_of_rank_0(model, comm, next(iter(made.values()))):
+        with _values_of_rank_0(model, comm, next(iter(mixtures.values()))):
             if verify is not None or example is not None:
                 verify_experts(model, example if verify is None else verify, gradients=verify is not None)
     except BaseException:
-        _put(model, {name: module for name, module, _ in found})
+        _put(model, {name: module for name, module, _ in mlps})
         raise
     return model
 
@@ -100,10 +100,10 @@ def _values_of_rank_0(model: nn.Module, comm: Communicator, mixture: MoE) -> Ite
 
 def _find_mlps(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.Module, Experts]]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = [(name, modules[name], experts) for name, experts in resolve(plan, list(modules), (Experts,)).items()]
+    mlps = [(name, modules[name], experts) for name, experts in resolve(plan, list(modules), (Experts,)).items()]
     mixtures = {layer: name for name, one in modules.items() if isinstance(one, MoE) for layer in one.modules()}
-    going = {id(one) for _, module, _ in found for one in (*module.modules(), *module.parameters())}
-    for name, module, experts in found:
+    going = {id(one) for _, module, _ in mlps for one in (*module.modules(), *module.parameters())}
+    for name, module, experts in mlps:
         if not name:
             raise UsageError("expertize: the plan names the model itself: make it a layer of another one")
         if (mixture := mixtures.get(module)) is not None:
@@ -123,17 +123,17 @@ def _find_mlps(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str,
                         "to initialize each expert: pass copy=True or hidden=, or replace it by a MoE(width, experts, "
                         "ranks, expert=...)"
                     )
-    return found
+    return mlps
 
 
 def _describe_mlp(name: str, module: nn.Module, experts: Experts, model: nn.Module) -> list[str]:
     """Describe an MLP and its experts, for comparison among ranks."""
-    found = lines_of(name, options_of(experts))
+    lines = lines_of(name, options_of(experts))
     if experts.hidden is None:
-        found += structure_of(name, module, model)
+        lines += structure_of(name, module, model)
     if experts.copy:
-        found += values_of(name, module)
-    return found
+        lines += values_of(name, module)
+    return lines
 
 
 def width_of(name: str, module: nn.Module) -> int:
@@ -154,10 +154,10 @@ def _maker(module: nn.Module, experts: Experts, model: nn.Module) -> Callable[[]
     """Return a function that makes an expert like a module."""
 
     def make() -> nn.Module:
-        made = copy_mlp(module, model)
+        copied = copy_mlp(module, model)
         if not experts.copy:
-            nn.Module.apply(made, _reset)  # submodules before their parents, which may give them other values
-        return made
+            nn.Module.apply(copied, _reset)  # submodules before their parents, which may give them other values
+        return copied
 
     return make
 
@@ -172,15 +172,15 @@ def _make_layer(
     name: str, module: nn.Module, experts: Experts, ranks: MixtureRanks, make: Callable[[], nn.Module] | None
 ) -> MoE:
     first = next(module.parameters())
-    found = MoE(width_of(name, module), experts, ranks, expert=make, name=name)
-    found.to(first.device, first.dtype)
-    found.train(module.training)
-    return found
+    moe = MoE(width_of(name, module), experts, ranks, expert=make, name=name)
+    moe.to(first.device, first.dtype)
+    moe.train(module.training)
+    return moe
 
 
 def structure_of(name: str, module: nn.Module, model: nn.Module) -> list[str]:
     """Describe an MLP of a model: its modules, their settings, and attribute state."""
-    found = []
+    lines = []
     for inner, layer in module.named_modules():
         where = f"{name}.{inner}" if inner else name
         kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
@@ -190,20 +190,20 @@ def structure_of(name: str, module: nn.Module, model: nn.Module) -> list[str]:
             if not key.startswith("_") and (isinstance(value, bool | float) or callable(value))
         }
         frozen = [key for key, one in layer._parameters.items() if one is not None and not one.requires_grad]
-        found += [f"{where}: {kind}({layer.extra_repr()})", *lines_of(where, settings), f"{where}: frozen {frozen}"]
+        lines += [f"{where}: {kind}({layer.extra_repr()})", *lines_of(where, settings), f"{where}: frozen {frozen}"]
     for where, key, value in attribute_state_of(module.named_modules(prefix=name), model):
         if is_plain(value) and key.isidentifier() and not key.startswith("_"):
             continue  # a warning covers it
-        told = fingerprint_of(value)
-        kind, _, more = told.kind.partition(" ")
-        found.append(f"{where}: {kind} {key}: {more} {told.digest}")
-    return found
+        fingerprint = fingerprint_of(value)
+        kind, _, more = fingerprint.kind.partition(" ")
+        lines.append(f"{where}: {kind} {key}: {more} {fingerprint.digest}")
+    return lines
 
 
 def values_of(name: str, module: nn.Module) -> list[str]:
     """Return digests of an MLP's parameters, except those without values."""
-    found = []
+    values = []
     for inner, one in module.named_parameters():
         if not one.is_meta:
-            found.append(f"values of {name}.{inner}: {fingerprint_of(one).digest}")
-    return found
+            values.append(f"values of {name}.{inner}: {fingerprint_of(one).digest}")
+    return values

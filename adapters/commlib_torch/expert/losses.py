@@ -1,4 +1,4 @@
-"""Router losses: each layer records those of its forwards until they are taken."""
+"""Router losses: each layer records the losses of its forwards until they are taken."""
 
 from __future__ import annotations
 
@@ -87,15 +87,15 @@ class AuxiliaryLossModule(nn.Module):
         spent = 0
         while spent < len(self.losses) and _is_spent(self.losses[spent]):
             spent += 1
-        lost = self.losses[:spent]
-        if any(one.requires_grad for one in lost):
+        unused = self.losses[:spent]
+        if any(one.requires_grad for one in unused):
             warnings.warn(
                 f"{self._title}: a backward went through forwards without their router losses, which therefore have "
                 "no effect: add auxiliary_loss(model) to the loss before its backward, or pass "
                 "Experts(balance='none', z_weight=0)",
                 stacklevel=4,
             )
-            self.losses[:spent] = [torch.stack([one.detach() for one in lost]).sum()]
+            self.losses[:spent] = [torch.stack([one.detach() for one in unused]).sum()]
         self.losses.append(loss)
         if len(self.losses) == _MANY:
             warnings.warn(
@@ -129,16 +129,16 @@ def keepers_in(model: nn.Module) -> list[AuxiliaryLossModule]:
 
 def take_each(layers: Sequence[AuxiliaryLossModule]) -> list[Tensor]:
     """Remove and return the recorded losses of layers."""
-    found = [loss for layer in layers for loss in layer.losses]
+    losses = [loss for layer in layers for loss in layer.losses]
     for layer in layers:
         layer.losses.clear()
-    return found
+    return losses
 
 
 def take_losses(layers: Iterable[AuxiliaryLossModule]) -> Tensor | None:
     """Remove the recorded losses of layers and return their sum, None if there are none."""
-    found = take_each(list(layers))
-    return torch.stack(found).sum() if found else None
+    losses = take_each(list(layers))
+    return torch.stack(losses).sum() if losses else None
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
@@ -150,5 +150,5 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     Args:
         model: A model with mixtures of experts.
     """
-    found = take_losses(keepers_in(model))
-    return torch.zeros(()) if found is None else found
+    losses = take_losses(keepers_in(model))
+    return torch.zeros(()) if losses is None else losses

@@ -64,21 +64,21 @@ class MoE(ShardedModule, AuxiliaryLossModule):
         name: str = "MoE",
     ) -> None:
         super().__init__()
-        found = ExpertRanks.of(ranks, experts.count)
+        expert_ranks = ExpertRanks.of(ranks, experts.count)
         self.width, self.options = width, experts
         # Before any other message: ranks with other experts would wait for each other, or mix messages.
         given = {"width": width, **options_of(experts), "expert": expert and "a module of its own", "name": name}
-        self._agreement = found.agree("MoE", name, {**given, "dtype": torch.get_default_dtype()})
-        self.mixture = Mixture(name, experts, found)
-        seed = found.first(int(torch.randint(1 << 62, (), device="cpu")))
+        self._agreement = expert_ranks.agree("MoE", name, {**given, "dtype": torch.get_default_dtype()})
+        self.mixture = Mixture(name, experts, expert_ranks)
+        seed = expert_ranks.first(int(torch.randint(1 << 62, (), device="cpu")))
         make = expert or (lambda: self._mlp(1))
         with use_seed(seed):
-            divided = self._mlp(1).divided() if expert is None and found.tensor is not None else {}
+            divided = self._mlp(1).divided() if expert is None and expert_ranks.tensor is not None else {}
         with use_seed(seed):
             self.router = nn.Linear(width, experts.count, bias=False)
             self.shared = self._mlp(experts.shared) if experts.shared else None
-        self.experts = stack_experts(name, make, seed, self.mixture.placement, found, divided)
-        self._tensor = found.tensor if divided else None
+        self.experts = stack_experts(name, make, seed, self.mixture.placement, expert_ranks, divided)
+        self._tensor = expert_ranks.tensor if divided else None
         self.family = Family()
         self._number = self.family.join(self)
         _living.add(self)
@@ -178,11 +178,11 @@ class MoE(ShardedModule, AuxiliaryLossModule):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         before = self.expert_bias
-        found = super()._apply(fn, recurse)
+        result = super()._apply(fn, recurse)
         after = self.expert_bias
         if before is not None and after is not None and _exact(after) is not after:
             self.expert_bias = _exact(before).to(after.device)
-        return found
+        return result
 
     @torch.no_grad()
     def _balance(self) -> None:
@@ -198,21 +198,21 @@ class MoE(ShardedModule, AuxiliaryLossModule):
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Run this rank's experts on their rows. Other ranks get its errors."""
         with self.mixture.telling():
-            return self._made(rows, counts)
+            return self._run_experts(rows, counts)
 
-    def _made(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
         experts, name = self.experts, self.mixture.name
         grouped: Any = getattr(experts, "grouped", None)
         is_changed = isinstance(experts, MLP) and not experts.is_plain
         if is_changed and self._tensor is not None:
             raise UsageError(f"{name}: experts with tensor parallelism support neither hooks nor replaced layers")
         if grouped is None or is_changed:
-            found = run_experts(name, experts, rows, counts)
+            output = run_experts(name, experts, rows, counts)
         else:
-            found = grouped(rows, counts) if self._tensor is None else grouped(rows, counts, self._tensor)
-        if found.shape != rows.shape:
-            raise UsageError(f"{name}: experts returned {tuple(found.shape)} for rows {tuple(rows.shape)}")
-        return found
+            output = grouped(rows, counts) if self._tensor is None else grouped(rows, counts, self._tensor)
+        if output.shape != rows.shape:
+            raise UsageError(f"{name}: experts returned {tuple(output.shape)} for rows {tuple(rows.shape)}")
+        return output
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the router's scores, always in float32."""
@@ -235,8 +235,8 @@ class MoE(ShardedModule, AuxiliaryLossModule):
         if type(router) is nn.Linear and router.bias is None and is_called_plainly(router):
             return F.linear(x, router.weight.float())
         exact = {name: one.float() for name, one in router.named_parameters() if one.is_floating_point()}
-        found: Tensor = torch.func.functional_call(router, exact, (x,))
-        return found
+        scores: Tensor = torch.func.functional_call(router, exact, (x,))
+        return scores
 
     def extra_repr(self) -> str:
         """Describe the number of experts and their ranks."""

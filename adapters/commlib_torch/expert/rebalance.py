@@ -85,9 +85,9 @@ def _find_copies(layers: Sequence[MoE], given: Sequence[nn.Module]) -> dict[int,
 def _match_given(layers: Sequence[MoE], models: Sequence[nn.Module]) -> Iterator[tuple[MoE, MoE]]:
     """Yield (copy, layer) of given models. Raises UsageError if their mixtures are not those of the layers."""
     for model in models:
-        found = _mixtures(model)
+        mixtures = _mixtures(model)
         for number, layer in enumerate(layers):
-            copy = found[number] if len(found) == len(layers) else layer
+            copy = mixtures[number] if len(mixtures) == len(layers) else layer
             shapes = [[(one.dtype, one.shape) for one in each.experts.parameters()] for each in (copy, layer)]
             if copy is layer or shapes[0] != shapes[1] or not _are_together(copy, layer):
                 raise no_copy(type(model).__name__, layer.mixture.name)
@@ -99,18 +99,18 @@ def _living_copies(layers: Sequence[MoE], given: Mapping[MoE, MoE]) -> dict[int,
     families: dict[int, tuple[Family, list[MoE]]] = {}
     for layer in layers:
         families.setdefault(id(layer.family), (layer.family, []))[1].append(layer)
-    found: dict[int, list[MoE]] = {}
+    copies_by_layer: dict[int, list[MoE]] = {}
     for family, own in families.values():
         for layer, copies in zip(own, family.copies(own), strict=True):
             mixtures = {id(layer.mixture): layer.mixture}
-            found[id(layer)] = []
+            copies_by_layer[id(layer)] = []
             mine = [copy for copy, original in given.items() if original is layer]
             for copy in [*mine, *(one for one in copies if one not in given)]:
                 if id(copy.mixture) in mixtures or not _are_together(copy, layer):
                     continue  # a shallow copy, or one with other expert owners
                 mixtures[id(copy.mixture)] = copy.mixture
-                found[id(layer)].append(copy)
-    return found
+                copies_by_layer[id(layer)].append(copy)
+    return copies_by_layer
 
 
 def _are_together(copy: MoE, layer: MoE) -> bool:
@@ -132,7 +132,7 @@ def _move(
         each.copy_(to_tensor(array))
     for one in everyone:
         _mark(one, placement)
-        _mark_kept(one, optimizer)
+        _mark_state(one, optimizer)
     mixture.place(placement)
     for copy in copies:
         if copy.mixture.ranks is mixture.ranks:
@@ -148,7 +148,7 @@ def _mark(layer: MoE, placement: ExpertPlacement) -> None:
             change_shard(module, name, place_shard(shard, placement.owners))
 
 
-def _mark_kept(layer: MoE, optimizer: torch.optim.Optimizer | None) -> None:
+def _mark_state(layer: MoE, optimizer: torch.optim.Optimizer | None) -> None:
     """Mark a layer's optimizer states with their experts, for files of the optimizer."""
     for parameter in layer.experts.parameters():
         shard = shard_of(parameter)
@@ -186,10 +186,10 @@ def _agree_on_stacks(
     comm: Communicator, name: str, layers: Sequence[MoE], optimizer: torch.optim.Optimizer | None
 ) -> list[Tensor]:
     """Return all values with a row per expert: weights, and their optimizer states. Collective."""
-    found = run_together(comm, lambda: list(_stacks(name, layers, optimizer)))
-    lines = [f"{what}: {stack.dtype}{list(stack.shape[1:])}" for what, stack in found]
+    stacks = run_together(comm, lambda: list(_stacks(name, layers, optimizer)))
+    lines = [f"{what}: {stack.dtype}{list(stack.shape[1:])}" for what, stack in stacks]
     check_agreement(comm, f"rebalance_experts: {name}", lines)
-    return [stack for _, stack in found]
+    return [stack for _, stack in stacks]
 
 
 def _stacks(name: str, layers: Sequence[MoE], optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:

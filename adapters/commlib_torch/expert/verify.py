@@ -60,17 +60,17 @@ def verify(model: nn.Module, batch: Any, *, tolerance: float | None = None, grad
 
 
 def _gather_weights(layer: MoE) -> dict[str, Tensor]:
-    found = {}
+    weights = {}
     for name, weight in layer.experts.named_parameters():
         shard = shard_of(weight)
         assert shard is not None
-        found[name] = to_device_of(shard.whole(host_array(weight)), weight).requires_grad_()
-    return found
+        weights[name] = to_device_of(shard.whole(host_array(weight)), weight).requires_grad_()
+    return weights
 
 
 def _run(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes, only: str | None) -> DenseRun:
     """Run a model, with dense mixtures if the weights of all experts are given. only: the wanted gradient."""
-    found, fresh = DenseRun(), FreshInputs()
+    dense, fresh = DenseRun(), FreshInputs()
     args, options = (fresh.of(part) for part in call)
     names = {layer: name for name, layer in layers.items()}
     first = next(iter(names))
@@ -78,7 +78,7 @@ def _run(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes,
         mixed: list[Tensor] = []  # the gradient of the first mixture's router is enough
 
         def note(layer: Any, given: Any, out: Tensor) -> None:
-            found.values.append((f"the output of {names[layer]}", host_array(out)))
+            dense.values.append((f"the output of {names[layer]}", host_array(out)))
             if only is not None and not mixed and layer is first:
                 mixed.extend((given[0], out))
 
@@ -91,7 +91,7 @@ def _run(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes,
         outputs = tensors_in(model(*args, **options))
         loss = torch.zeros((), dtype=torch.float64)
         for at, value in enumerate(outputs):
-            found.values.append((f"output {at}", host_array(value)))
+            dense.values.append((f"output {at}", host_array(value)))
             if value.is_floating_point():
                 loss = loss + (value * torch.from_numpy(WHOLE.weights(at, tuple(value.shape))).to(value)).sum()
         experts = {
@@ -107,17 +107,17 @@ def _run(model: nn.Module, layers: Mapping[str, MoE], call: Any, wholes: Wholes,
             if weight.requires_grad and id(weight) not in stacks
         }
         wanted = {name: one for name, one in (others | experts).items() if only in (None, name) and one.requires_grad}
-        got: Any = [None] * len(wanted)
+        gradients: Any = [None] * len(wanted)
         if loss.requires_grad and wanted:
             ends = [*wanted.values(), *mixed[1:]]
-            got = torch.autograd.grad(loss, ends, allow_unused=True)
-            if mixed and (gradient := got[len(wanted)]) is not None:
-                found.scale_by(*map(host_array, (*mixed, gradient)))
-            got = got[: len(wanted)]
-        for (name, one), gradient in zip(wanted.items(), got, strict=True):
+            gradients = torch.autograd.grad(loss, ends, allow_unused=True)
+            if mixed and (gradient := gradients[len(wanted)]) is not None:
+                dense.scale_by(*map(host_array, (*mixed, gradient)))
+            gradients = gradients[: len(wanted)]
+        for (name, one), gradient in zip(wanted.items(), gradients, strict=True):
             values = host_array(torch.zeros_like(one) if gradient is None else gradient)
-            (found.experts if name in experts else found.gradients)[name] = values
-    return found
+            (dense.experts if name in experts else dense.gradients)[name] = values
+    return dense
 
 
 def _named_mixtures(model: nn.Module, name: str) -> str:

@@ -45,8 +45,8 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSets
 
     Args:
         tensor: A tensor; the lengths of dimension 0 may differ among ranks, the others not.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> ct.allgather(torch.full((comm.rank + 1,), comm.rank))
@@ -65,8 +65,8 @@ def _grouped_allgather(
 
     Args:
         tensors: Tensors, as many on all ranks.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> ct.grouped_allgather([torch.tensor([comm.rank])])
@@ -93,8 +93,8 @@ def _broadcast(
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
         root_rank: The global rank whose values the others get.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         algorithm: With `ranks`: "auto", or the name of a path or schedule.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
@@ -129,8 +129,8 @@ def _broadcast_(
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
         root_rank: The global rank whose values the others get.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         algorithm: With `ranks`: "auto", or the name of a path or schedule.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
@@ -159,8 +159,8 @@ def _alltoall(
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
         splits: The number of rows for each rank; None: equal parts.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> ct.alltoall(torch.tensor([comm.rank, comm.rank]))
@@ -184,7 +184,7 @@ def barrier(process_set: ProcessSets = None, *, ranks: Ranks | None = None) -> N
     """Wait until all ranks have called this.
 
     Args:
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
     if ranks is not None:
@@ -208,8 +208,8 @@ def broadcast_object(
     Args:
         obj: A picklable object.
         root_rank: The global rank whose values the others get.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
         root: With `ranks`: the rank among them whose values the others get.
         ranks: A communicator, mesh or process set: then this is the ordered verb on these ranks.
     """
@@ -225,8 +225,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSets
 
     Args:
         obj: A picklable object.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
-        process_set: The ranks that take part; None: all.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
+        process_set: The participating ranks; None: all.
     """
     return core.allgather_object(obj, name, process_set)
 

@@ -59,12 +59,12 @@ def allreduce(
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
         average: Horovod's older form of `op`: True for Average, False for Sum.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
 
     Examples:
         >>> ct.allreduce(torch.tensor([float(comm.rank)]), name="mean")
@@ -111,12 +111,12 @@ def grouped_allreduce(
     Args:
         tensors: Tensors, as many on all ranks.
         average: Horovod's older form of `op`: True for Average, False for Sum.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
     """
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
     return _compressed(compression, tensors, lambda tensors: _autograd.allreduce(tensors, how))
@@ -159,10 +159,10 @@ def reducescatter(
 
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
 
@@ -202,10 +202,10 @@ def grouped_reducescatter(
 
     Args:
         tensors: Tensors, as many on all ranks.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         compression: The cast of what is sent: `Compression.none`, `.fp16` or `.bf16`.
         op: Average, Sum, Min, Max, Product or Adasum; None: Average.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
         prescale_factor: Factor of the tensor before the reduction.
         postscale_factor: Factor of the result.
 

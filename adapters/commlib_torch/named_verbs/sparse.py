@@ -22,9 +22,9 @@ def sparse_allreduce_async(
 
     Args:
         tensor: A sparse COO tensor.
-        name: The name of the operation, by which ranks meet; None: a name by counting.
+        name: The name of the operation, the same on all ranks; None: numbered automatically.
         op: Average or Sum.
-        process_set: The ranks that take part; None: all.
+        process_set: The participating ranks; None: all.
 
     Raises:
         UsageError: For other layouts and operations.

@@ -52,15 +52,15 @@ def _refuse_uncut(value: Any, what: str, where: Any) -> None:
     """Raise UsageError for numpy arrays, which would not be cut with the tensors, and for tensors without rows."""
 
     def look(place: Any, leaf: Any) -> None:
-        found = None
+        refused = None
         if isinstance(leaf, np.ndarray) and leaf.ndim:
-            found = f"numpy array of shape {leaf.shape}", "torch.as_tensor(array)"
+            refused = f"numpy array of shape {leaf.shape}", "torch.as_tensor(array)"
         elif isinstance(leaf, Tensor):
-            found = kind_of(leaf)
-        if found is not None and place != WHOLE:
+            refused = kind_of(leaf)
+        if refused is not None and place != WHOLE:
             raise UsageError(
-                f"pipeline: {what} has a {found[0]}, which cannot be cut into the rows of microbatches: pass "
-                f"{found[1]}; or, if it is for all microbatches, {REMEDY}"
+                f"pipeline: {what} has a {refused[0]}, which cannot be cut into the rows of microbatches: pass "
+                f"{refused[1]}; or, if it is for all microbatches, {REMEDY}"
             )
 
     if where == 0:
@@ -82,12 +82,12 @@ def count_rows(value: Any, what: str, where: Any = 0) -> int:
     """Return the number of rows of the tensors. Raises UsageError if numbers differ, or if no tensor has rows."""
     if isinstance(value, Tensor) and value.ndim and where == 0:
         return value.shape[0]
-    found: list[tuple[Any, Any]] = []
+    leaves: list[tuple[Any, Any]] = []
     if where == 0:
-        found = [(0, leaf) for leaf in pytree.tree_leaves(value)]
+        leaves = [(0, leaf) for leaf in pytree.tree_leaves(value)]
     else:
-        each(lambda place, leaf: found.append((place, leaf)), where, value)
-    return number_of_rows(((place, leaf.shape) for place, leaf in found if isinstance(leaf, Tensor)), what)
+        each(lambda place, leaf: leaves.append((place, leaf)), where, value)
+    return number_of_rows(((place, leaf.shape) for place, leaf in leaves if isinstance(leaf, Tensor)), what)
 
 
 def take_rows(value: Any, rows: slice, where: Any = 0) -> Any:

@@ -65,8 +65,8 @@ class FirstBatch:
         self.unable = ""
         if any(value.is_meta for value in _state(self._model).values()):
             return ""
-        if found := find_communicating_module(self._model):
-            self.unable = f"on the first batch, because {found} communicates"
+        if module := find_communicating_module(self._model):
+            self.unable = f"on the first batch, because {module} communicates"
             return ""
         errors = []
         for training in (True, False):

@@ -52,8 +52,8 @@ def settle(graph: fx.Graph, model: nn.Module, constants: Mapping[str, Any]) -> l
                 inside = {user for user in users if is_kept or order[user] > order[node]}
                 views = (one for one in (value, *later) if one is not family[0] and one.op not in _GIVEN)
                 inside |= {node, *views}
-                found = sorted(inside, key=order.__getitem__)
-                together.append((found[0], found[-1]))
+                ordered = sorted(inside, key=order.__getitem__)
+                together.append((ordered[0], ordered[-1]))
     return together
 
 
@@ -117,7 +117,7 @@ def changed_by(node: fx.Node, model: nn.Module) -> list[fx.Node]:
         name = getattr(node.target, "__name__", "")
         is_named = (name.endswith("_") and not name.endswith("__")) or name == "setitem"
         is_operator = getattr(node.target, "__module__", "") in ("_operator", "operator") and is_operator_in_place(name)
-        return values if is_named or is_operator or _is_asked(node, name) else []
+        return values if is_named or is_operator or _is_requested(node, name) else []
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         if not any(getattr(one, "inplace", False) for one in module.modules()):
@@ -126,8 +126,8 @@ def changed_by(node: fx.Node, model: nn.Module) -> list[fx.Node]:
     return []
 
 
-def _is_asked(node: fx.Node, name: str) -> bool:
-    """Return whether a torch.nn.functional call asks for in-place work, by keyword or by position."""
+def _is_requested(node: fx.Node, name: str) -> bool:
+    """Return whether a torch.nn.functional call requests in-place work, by keyword or by position."""
     if "inplace" in node.kwargs:
         return node.kwargs["inplace"] is not False
     module = getattr(node.target, "__module__", "") or ""

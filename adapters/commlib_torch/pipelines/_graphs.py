@@ -41,8 +41,8 @@ class OuterGraphs:
 
     def go_on(self) -> None:
         """Run the backward of the original tensors with the gradients that the microbatches have accumulated."""
-        found = [
+        pairs = [
             (one, leaf.grad) for one, leaf in zip(self.origins, self._leaves, strict=True) if leaf.grad is not None
         ]
-        if found:
-            torch.autograd.backward([one for one, _ in found], [gradient for _, gradient in found])
+        if pairs:
+            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])

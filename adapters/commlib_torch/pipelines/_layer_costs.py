@@ -34,19 +34,19 @@ def layer_costs(cut: SplitModel, example: tuple[tuple[Any, ...], dict[str, Any]]
                 results = part(pytree.tree_map_only(Tensor, torch.clone, values))
             rows.append((*best, sum(map(_nbytes, _tensors(results)))))
             values |= results
-    forward, inputs, weights, kept, outputs = zip(*rows, strict=True)
-    return LayerCosts(forward, inputs, weights, kept, outputs)
+    forward, inputs, weights, memory, outputs = zip(*rows, strict=True)
+    return LayerCosts(forward, inputs, weights, memory, outputs)
 
 
 def _measure(part: nn.Module, values: dict[str, Any]) -> tuple[float, float, float, int]:
     """Return the seconds of F, I and W, and the bytes saved between them."""
     own = {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
-    kept: dict[int, int] = {}
+    memory: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            memory[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
@@ -59,7 +59,7 @@ def _measure(part: nn.Module, values: dict[str, Any]) -> tuple[float, float, flo
     weights = [parameter for parameter in part.parameters() if parameter.requires_grad]
     inputs = _seconds(roots, leaves, gradients)
     whole = _seconds(roots, [*leaves, *weights], gradients)
-    return forward, inputs, max(0.0, whole - inputs), sum(kept.values())
+    return forward, inputs, max(0.0, whole - inputs), sum(memory.values())
 
 
 def _seconds(roots: Sequence[Tensor], ends: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:

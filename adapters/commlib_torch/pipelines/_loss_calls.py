@@ -47,7 +47,7 @@ class LossCalls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, and record it if it is a loss."""
@@ -55,19 +55,19 @@ class LossCalls(TorchFunctionMode):
             kwargs = {**_weight_left_out(inspect.currentframe()), **(kwargs or {})}
         result = function(*args, **(kwargs or {}))
         if function in _READ:
-            self._found.append((function, args, kwargs or {}, result))
+            self._recorded.append((function, args, kwargs or {}, result))
         return result
 
     @property
     def found(self) -> list[LossCall]:
         """The recorded calls, in order."""
-        return [_read(*call) for call in self._found]
+        return [_read(*call) for call in self._recorded]
 
     def alone(self, output: Any, target: Any, loss: Any) -> Manner | None:
         """Return the only call if it took the output and the target and returned the loss, otherwise None."""
-        if len(self._found) != 1:
+        if len(self._recorded) != 1:
             return None
-        function, args, kwargs, result = self._found[0]
+        function, args, kwargs, result = self._recorded[0]
         if result is not loss or len(args) < 2 or args[0] is not output or args[1] is not target:
             return None
         of, to = output.shape, target.shape
@@ -218,24 +218,24 @@ class CountRule:
 
     def counts(self, targets: Sequence[Any]) -> list[float]:
         """Return the terms of each microbatch."""
-        found: list[Count] = []
+        counts: list[Count] = []
         for target in targets:
             tensor = _leaves(target)[self.leaf]
             tensor = tensor[:, 1:] if self.shifted else tensor
             if self.classes is not None:
-                found.append(count_of_classes(tensor, *self.classes))
+                counts.append(count_of_classes(tensor, *self.classes))
             elif self.by_weights:
-                found.append(tensor.detach().sum(dtype=torch.float64))
+                counts.append(tensor.detach().sum(dtype=torch.float64))
             else:
-                found.append(float(tensor.shape[0] if self.by_rows else tensor.numel()))
-        return as_numbers(found)
+                counts.append(float(tensor.shape[0] if self.by_rows else tensor.numel()))
+        return as_numbers(counts)
 
 
 def as_numbers(counts: Sequence[Count]) -> list[float]:
     """Return numbers of terms on the host; the host waits for a device once."""
     tensors = [count.to(torch.float64) for count in counts if isinstance(count, Tensor)]
-    told = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(told) if isinstance(count, Tensor) else count for count in counts]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(values) if isinstance(count, Tensor) else count for count in counts]
 
 
 def rules_of(call: LossCall, target: Any) -> tuple[list[CountRule], bool]:
@@ -246,7 +246,7 @@ def rules_of(call: LossCall, target: Any) -> tuple[list[CountRule], bool]:
     """
     if call.target is None or call.count is None:
         return [], False
-    found: list[tuple[CountRule, Tensor]] = []
+    rules: list[tuple[CountRule, Tensor]] = []
     for place, leaf in enumerate(_leaves(target)):
         if not leaf.ndim:
             continue
@@ -263,8 +263,8 @@ def rules_of(call: LossCall, target: Any) -> tuple[list[CountRule], bool]:
             rule = CountRule(place, shifted, call.classes, by_rows, call.reduction == "sum", call.has_weights)
             if is_view(call.target, tensor):
                 return [rule], True
-            found.append((rule, tensor))
-    same = [(rule, tensor) for rule, tensor in found if _is_expanded(tensor, call.target)]
+            rules.append((rule, tensor))
+    same = [(rule, tensor) for rule, tensor in rules if _is_expanded(tensor, call.target)]
     own = [rule for rule, tensor in same if tensor.data_ptr() == call.target.data_ptr()]
     return own[:1] or [rule for rule, _ in same], False
 

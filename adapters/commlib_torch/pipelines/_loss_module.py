@@ -30,9 +30,9 @@ def loss_module(loss: Any, parts: Sequence[nn.Module]) -> nn.Module | None:
     of_stages = {id(parameter) for part in parts for parameter in part.parameters()}
     if not own - of_stages or (is_method and own & of_stages):  # a method of the model
         return None
-    if taken := next((name for part in parts for name in part.state_dict() if name.startswith(f"{NAME}.")), None):
+    if conflict := next((name for part in parts for name in part.state_dict() if name.startswith(f"{NAME}.")), None):
         raise UsageError(
-            f"pipeline: the loss has parameters, whose names would begin with {NAME!r}, like {taken} of the model: "
+            f"pipeline: the loss has parameters, whose names would begin with {NAME!r}, like {conflict} of the model: "
             "rename that layer"
         )
     return owner
@@ -41,8 +41,8 @@ def loss_module(loss: Any, parts: Sequence[nn.Module]) -> nn.Module | None:
 class UsedParameters:
     """Checks once which parameters a stage of this rank uses, for its outputs or for the loss.
 
-    stage: its number. own: returns the parameters that this rank trains. others: those of all stages of the model, by
-    name.
+    stage: its number. own: returns the parameters that this rank trains. others: the parameters of all
+    stages of the model, by name.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class UsedParameters:
         """
         known = {id(tensor) for tensor in (*self._own(), *inputs)}
         layer = f"a layer of stage {self._stage} uses"
-        for roots, who, how in (
+        for roots, use, how in (
             (x, "x was computed of", "let the model compute it from the source of x"),
             (given, layer, "make it a parameter of the layer"),
             (y, "y was computed of", "let the loss compute it from the source of y, as an nn.Module that has it"),
@@ -78,25 +78,25 @@ class UsedParameters:
                 if id(leaf) in known:
                     continue
                 if name := self._name_of(leaf):
-                    self._refuse(name, who, is_layer=who == layer)
+                    self._refuse(name, use, is_layer=use == layer)
                 if isinstance(leaf, nn.Parameter) and not any(leaf in member for member in backward_passes.members):
                     warnings.warn(
-                        f"commlib: {who} a parameter of shape {tuple(leaf.shape)} that is not in pipe.parameters(): "
+                        f"commlib: {use} a parameter of shape {tuple(leaf.shape)} that is not in pipe.parameters(): "
                         f"its gradient is on rank {self._rank} only. To train and save it with the model, {how}",
                         stacklevel=2,
                     )
                     return
 
-    def _refuse(self, name: str, who: str, *, is_layer: bool) -> None:
+    def _refuse(self, name: str, use: str, *, is_layer: bool) -> None:
         """Raise UsageError: a stage or the loss uses a weight of the model that another rank has."""
         if is_layer:
             raise UsageError(
-                f"pipeline: {who} {name}, which stages on other ranks have, but does not have it as a parameter: its "
+                f"pipeline: {use} {name}, which stages on other ranks have, but does not have it as a parameter: its "
                 f"copy on rank {self._rank} would not be trained. Make it a parameter or a submodule of the layer "
                 "(then stages share it), or use split= to put both into one stage"
             )
         raise UsageError(
-            f"pipeline: {who} {name}, which stages on other ranks have, so its copy on rank {self._rank} would not "
+            f"pipeline: {use} {name}, which stages on other ranks have, so its copy on rank {self._rank} would not "
             "change: let the model compute the value, or pass loss= as an nn.Module that has it as a parameter"
         )
 
@@ -108,7 +108,7 @@ class UsedParameters:
 
 def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves to which a backward of some tensors would give gradients."""
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     todo: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = set()
     while todo:
@@ -117,6 +117,6 @@ def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            leaves.append(node.variable)
         todo += [after for after, _ in node.next_functions]
-    return found
+    return leaves

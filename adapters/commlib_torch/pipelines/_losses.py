@@ -83,7 +83,7 @@ class Losses:
     """The outputs of the first microbatches, if they are compared."""
     looks: bool = False
     is_single: bool = field(init=False)
-    """Whether at most one microbatch has rows: its loss is that of the batch."""
+    """Whether at most one microbatch has rows: its loss is the batch's."""
 
     _shares: list[float] = field(default_factory=list)
 
@@ -114,9 +114,9 @@ class LossWeights:
     """Finds the weights of microbatches' losses in the batch, across batches.
 
     Weights given by the user are used as they are. Otherwise the first microbatch's call is recorded: if it is one of
-    torch's losses of a tensor of the target, the target says how to count the terms of all microbatches. All other
-    losses are weighted by rows; then all calls of torch's losses are recorded, and in some batches the loss of several
-    microbatches together is compared with their own losses.
+    torch's losses of a tensor of the target, the target determines how to count the terms of all microbatches. All
+    other losses are weighted by rows; then all calls of torch's losses are recorded, and in some batches the loss of
+    several microbatches together is compared with their own losses.
     """
 
     def __init__(self, loss: Loss | None, weigher: Weigher, rows: Rows) -> None:
@@ -127,7 +127,7 @@ class LossWeights:
         """The loss call from which the rule was learned: the rule holds while later calls are the same."""
         self._may_look, self._may_count = True, True
         self._gives_number: bool | None = None
-        self._has_told = False
+        self._has_warned = False
         # A compiled function cannot be recorded; its original is, once, in an additional call.
         self._original: Loss | None = getattr(loss, "_torchdynamo_orig_callable", None)
         if unwrap_compiled(loss) is not loss:
@@ -187,19 +187,19 @@ class LossWeights:
         if isinstance(loss, Mapping) or losses.summands:
             return self._of_summands(losses, microbatch, loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
-                f"pipeline: the loss is {got}, expected a tensor with one element, or that and a dict of metrics"
+                f"pipeline: the loss is {kind}, expected a tensor with one element, or that and a dict of metrics"
             )
         return loss
 
     def _of_summands(self, losses: Losses, microbatch: int, loss: Any) -> Tensor:
         """Return the weighted sum of a microbatch's summands."""
         if not isinstance(loss, Mapping) or set(loss) != set(losses.summands):
-            got = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
-            said = f"a dict of {', '.join(losses.summands)}" if losses.summands else "nothing of summands"
+            kind = f"a dict of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else type(loss).__name__
+            expected = f"a dict of {', '.join(losses.summands)}" if losses.summands else "nothing of summands"
             raise UsageError(
-                f"pipeline: the loss is {got}, but weigh= says {said}: pass a dict of their terms, such as "
+                f"pipeline: the loss is {kind}, but weigh= says {expected}: pass a dict of their terms, such as "
                 'weigh={"words": lambda target: (target != -100).sum(), "penalty": "rows"}'
             )
         parts: list[Tensor] = []
@@ -264,8 +264,8 @@ class LossWeights:
             losses.weights, self._rule = weights_of(losses.rows, losses.rows, is_sum=is_sum), None
             if losses.sums and not is_sum:
                 self._warn_of_sums()
-        elif len(rules) > 1 and (told := self._weights_of_several(losses, microbatch, output, rules, counts)):
-            losses.weights, self._rule = told, None
+        elif len(rules) > 1 and (weights := self._weights_of_several(losses, microbatch, output, rules, counts)):
+            losses.weights, self._rule = weights, None
         elif losses.weights is None or not rule.equals(self._rule):
             losses.weights, self._rule = self._apply_rule(losses, rule), rule
         if not is_certain:
@@ -276,12 +276,12 @@ class LossWeights:
     def _weights_of_several(
         self, losses: Losses, microbatch: int, output: Any, rules: Sequence[CountRule], counts: Sequence[Count | None]
     ) -> MicrobatchWeights | None:
-        """Return weights when the first microbatch cannot tell which of several tensors of the target holds the terms.
+        """Return weights when the first microbatch cannot show which of several tensors of the target holds the terms.
 
         For example weights and a mask that are all ones there. None if it makes no difference, or stays undecided.
         """
-        found = [self._apply_rule(losses, rule).in_batch() for rule in rules]
-        if len(counts) != 1 or counts[0] is None or all(map(partial(_are_close, found[0]), found[1:])):
+        candidates = [self._apply_rule(losses, rule).in_batch() for rule in rules]
+        if len(counts) != 1 or counts[0] is None or all(map(partial(_are_close, candidates[0]), candidates[1:])):
             return None
         try:
             return self._weights_of_copies(losses, microbatch, output, counts[0])
@@ -312,12 +312,12 @@ class LossWeights:
 
     def _weights_of_copies(self, losses: Losses, microbatch: int, output: Any, count: Count) -> MicrobatchWeights:
         """Return the weights of losses, each called on a copy of its target. Raises UsageError if undecided."""
-        found = {microbatch: count}
+        losses_of_copies = {microbatch: count}
         for number, rows in enumerate(losses.rows):
-            if rows and number not in found:
-                found[number] = self._count_of_marked(losses, number, output, losses.rows[microbatch])
-        told = dict(zip(found, as_numbers(list(found.values())), strict=True))
-        return weights_of([told.get(n, 0.0) for n in range(len(losses.rows))], losses.rows)
+            if rows and number not in losses_of_copies:
+                losses_of_copies[number] = self._count_of_marked(losses, number, output, losses.rows[microbatch])
+        values = dict(zip(losses_of_copies, as_numbers(list(losses_of_copies.values())), strict=True))
+        return weights_of([values.get(n, 0.0) for n in range(len(losses.rows))], losses.rows)
 
     def _count_of_marked(self, losses: Losses, number: int, output: Any, rows_of_output: int) -> Count:
         """Return the number of terms of a microbatch's loss in advance. Raises UsageError if it is undecided."""
@@ -348,8 +348,8 @@ class LossWeights:
 
     def _warn_of_sums(self) -> None:
         """Warn once of a loss built on a sum within the model: whether it is itself a sum is unknown."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 'pipeline: the model computes a loss with reduction="sum" and derives its own from it; the losses of '
                 'microbatches are weighted by their rows, like means: pass weigh="sum" to pipeline() if they are '
@@ -376,8 +376,8 @@ class LossWeights:
         losses.calls.clear()
 
     def _apply_rule(self, losses: Losses, rule: CountRule) -> MicrobatchWeights:
-        found = iter(rule.counts([target for target, count in zip(losses.targets, losses.rows, strict=True) if count]))
-        return weights_of([next(found) if count else 0.0 for count in losses.rows], losses.rows, is_sum=rule.is_sum)
+        counts = iter(rule.counts([target for target, count in zip(losses.targets, losses.rows, strict=True) if count]))
+        return weights_of([next(counts) if count else 0.0 for count in losses.rows], losses.rows, is_sum=rule.is_sum)
 
     # Whether microbatch losses add up
 
@@ -390,23 +390,23 @@ class LossWeights:
             )
 
     def _keep(self, losses: Losses, microbatch: int, output: Any) -> None:
-        kept = losses.outputs
-        if len(kept) < 2 or (len(kept) + 1) * _bytes(output) <= KEPT:
+        outputs = losses.outputs
+        if len(outputs) < 2 or (len(outputs) + 1) * _bytes(output) <= KEPT:
             # A sent output is in memory that the next microbatch may overwrite, and a loss may work in place.
-            kept[microbatch] = _copy_values(output)
+            outputs[microbatch] = _copy_values(output)
 
     def fault(self, losses: Losses) -> str:
         """Return the error in the losses of a finished batch; "" if there is none, or it cannot be determined."""
-        found = self._fault(losses)
-        return f"{found}. {OF_SUMMANDS}" if found and not losses.summands else found
+        fault = self._fault(losses)
+        return f"{fault}. {OF_SUMMANDS}" if fault and not losses.summands else fault
 
     def _fault(self, losses: Losses) -> str:
         by = "what weigh= says" if self.weigher.says else "the terms of its target" if self._rule else "their rows"
-        fault, was_told = self._fault_together(losses, by) if losses.looks else ("", False)
+        fault, is_compared = self._fault_together(losses, by) if losses.looks else ("", False)
         if fault:
             return fault
         in_calls = self._fault_in_calls(losses, by)
-        if in_calls and was_told and len(losses.outputs) == len(losses.values):
+        if in_calls and is_compared and len(losses.outputs) == len(losses.values):
             self._may_count = False  # the whole batch shows that these calls do not matter
             return ""
         return in_calls
@@ -445,8 +445,8 @@ class LossWeights:
             return (
                 f"pipeline: microbatches have outputs of different lengths, and were weighted by {by}: {REMEDY}"
             ), True
-        found = {name: (losses.of_summands[name], one) for name, one in losses.summands.items()}
-        for name, (values, weights) in (found or {"": (losses.values, losses.weights)}).items():
+        summands = {name: (losses.of_summands[name], one) for name, one in losses.summands.items()}
+        for name, (values, weights) in (summands or {"": (losses.values, losses.weights)}).items():
             own = [float(values[number]) for number in numbers]
             if math.isfinite(own[0]) and not is_close(again[name], own[0], abs(own[0]), epsilon):
                 self._may_look = False  # it is random, or differs between calls
@@ -460,13 +460,13 @@ class LossWeights:
     def _losses_of_copies(self, *batches: tuple[Any, Any]) -> list[dict[str, float]]:
         """Return the loss of each batch without side effects: on a copy, with restored random states."""
         loss: Any = isolate(self.loss, _parameters_of(self.loss))  # type: ignore[arg-type]
-        found = []
+        results = []
         with torch.no_grad(), _same_random_numbers(batches[0]):
             for output, target in batches:
-                found.append(
+                results.append(
                     _numbers(loss(_copy_values(output)) if target is None else loss(_copy_values(output), target))
                 )
-        return found
+        return results
 
 
 def _same_random_numbers(values: Any) -> Any:
@@ -516,8 +516,8 @@ def _is_of(one: Tensor, output: Any) -> bool:
 
 def _parameters_of(loss: Any) -> dict[int, Any]:
     """Return the objects that copies of a loss share with it: parameters, which a forward does not change."""
-    kept = [loss, *(cell.cell_contents for cell in getattr(loss, "__closure__", None) or () if _is_filled(cell))]
-    modules = [value for value in kept if isinstance(value, nn.Module)]
+    referenced = [loss, *(cell.cell_contents for cell in getattr(loss, "__closure__", None) or () if _is_filled(cell))]
+    modules = [value for value in referenced if isinstance(value, nn.Module)]
     return {id(parameter): parameter for module in modules for parameter in module.parameters()}
 
 

@@ -92,9 +92,9 @@ class ModeTracer:
             where = f"{node.meta[WITHIN]}.training".removeprefix(".")
             with first.graph.inserting_before(node):
                 flag = first.graph.get_attr(where)
-                made = first.graph.call_function(choose_by_mode, (flag, one, other))
-            made.meta[ANYWHERE] = True
-            return made
+                choice = first.graph.call_function(choose_by_mode, (flag, one, other))
+            choice.meta[ANYWHERE] = True
+            return choice
 
         path = _join_graphs(first, second, decide)
         return first, [] if path is None else [Fault(path, "behaves differently in training and in evaluation")]
@@ -236,6 +236,6 @@ def _merge(one: Any, other: Any, leaf: Callable[[Any, Any], Any]) -> Any:
 
 
 def _has_nodes(value: Any) -> bool:
-    found: list[fx.Node] = []
-    fx.map_arg(value, lambda node: found.append(node) or node)  # type: ignore[func-returns-value]
-    return bool(found)
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, lambda node: nodes.append(node) or node)  # type: ignore[func-returns-value]
+    return bool(nodes)

@@ -46,10 +46,10 @@ class Operations(nn.Module):
     def forward(self, values: Named) -> Named:
         """Run the operations."""
         run, takes, call, *_ = vars(self)["_commlib"]
-        taken = {name: values[name] for name in takes}
+        named = {name: values[name] for name in takes}
         if call is not None:
-            taken |= call.taken(*values[INPUTS])
-        results: Named = run(self, **taken)
+            named |= call.taken(*values[INPUTS])
+        results: Named = run(self, **named)
         return results
 
     def _take_module(self, model: nn.Module, path: str) -> None:
@@ -96,9 +96,9 @@ def compile_graph(graph: fx.Graph, title: str) -> Callable[..., Named]:
     code = graph.python_code("self")
     file = f"<a stage of {title}, {id(code):x}>"
     linecache.cache[file] = len(code.src), None, code.src.splitlines(keepends=True), file  # for tracebacks
-    found: dict[str, Any] = {**code.globals, "__name__": __name__}
-    exec(compile(code.src, file, "exec"), found)
-    return found["forward"]  # type: ignore[no-any-return]
+    namespace: dict[str, Any] = {**code.globals, "__name__": __name__}
+    exec(compile(code.src, file, "exec"), namespace)
+    return namespace["forward"]  # type: ignore[no-any-return]
 
 
 def choose_by_mode(training: bool, in_training: Any, in_evaluation: Any) -> Any:
@@ -125,5 +125,5 @@ def disable_gradients(graph: fx.Graph, nodes: Sequence[tuple[fx.Node, bool]]) ->
 
 def state_names(module: nn.Module) -> list[str]:
     """Return the names of all parameters and buffers, including repeated ones."""
-    found: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
-    return [name for name, _ in (*found, *module.named_buffers(remove_duplicate=False))]
+    tensors: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
+    return [name for name, _ in (*tensors, *module.named_buffers(remove_duplicate=False))]

@@ -51,8 +51,8 @@ def options_of(graph: fx.Graph) -> list[str]:
 
 
 def _of_layer(layer: nn.Module) -> str:
-    found = {name: getattr(layer, name, None) for name in getattr(layer, "__constants__", ())}
-    simple = [f"{name}={value!r}" for name, value in found.items() if isinstance(value, bool | int | float | str)]
+    options = {name: getattr(layer, name, None) for name in getattr(layer, "__constants__", ())}
+    simple = [f"{name}={value!r}" for name, value in options.items() if isinstance(value, bool | int | float | str)]
     text = _text(layer.extra_repr())
     more = [one for one in simple if one not in text]
     return f"{type(layer).__name__}({', '.join(filter(None, (text, *more)))})"

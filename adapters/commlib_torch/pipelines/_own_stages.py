@@ -24,17 +24,17 @@ def stages_of(
     pieces: SplitModel, own: Sequence[int], *, losses: LossWeights, recompute: Recompute
 ) -> dict[int, TorchStage]:
     """Return some stages of a split model, by number."""
-    found: dict[int, TorchStage] = {}
+    stages: dict[int, TorchStage] = {}
     last = len(pieces.parts) - 1
     for stage in own:
         takes = {link.source: names for link, names in pieces.values.items() if link.target == stage}
         gives = {link.target: names for link, names in pieces.values.items() if link.source == stage}
-        found[stage] = TorchStage(
+        stages[stage] = TorchStage(
             pieces.parts[stage], takes, gives,
             is_first=stage == 0, is_last=stage == last, loss=losses, recompute=recompute,
             look=RowCheck(stage, pieces.parts[stage], where=losses.rows.x, checks=losses.weigher.checks_rows),
         )  # fmt: skip
-    return found
+    return stages
 
 
 def lines_of(parts: Sequence[nn.Module], *, is_outline: bool) -> list[str]:

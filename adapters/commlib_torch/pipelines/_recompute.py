@@ -33,10 +33,10 @@ def resolve_recompute(model: nn.Module | Sequence[nn.Module], how: Checkpoint) -
         for name, module in layer.named_modules(prefix=prefix, remove_duplicate=False)
         if name
     ]
-    found = recompute_of(how, named)
-    if isinstance(found, str):
-        return found
-    words = {id(module): found[name] for name, module in reversed(named) if name in found}
+    result = recompute_of(how, named)
+    if isinstance(result, str):
+        return result
+    words = {id(module): result[name] for name, module in reversed(named) if name in result}
     return {name: words[id(module)] for name, module in named if id(module) in words}
 
 
@@ -116,12 +116,12 @@ class _RecomputedLayer:
         copies = self._changes_inputs is not False
         first = [(args, options)]
 
-        def compute(*kept: Tensor) -> Any:
+        def compute(*saved: Tensor) -> Any:
             if first:
                 given = first.pop()
             else:
                 again = list(leaves)
-                for place, tensor in zip(places, kept, strict=True):
+                for place, tensor in zip(places, saved, strict=True):
                     again[place] = tensor.clone() if copies else tensor
                 given = pytree.tree_unflatten(again, spec)
             self._layers.is_within = True

@@ -79,8 +79,8 @@ def staged_run(
             pairs = [(one, leaf.grad) for one, leaf in both if one.requires_grad and leaf.grad is not None]
             if pairs:
                 torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
-    found = _run(parts, values, output, inputs)
-    return ModelRun(found.values, found.gradients, found.state, stages)
+    result = _run(parts, values, output, inputs)
+    return ModelRun(result.values, result.gradients, result.state, stages)
 
 
 def run_stages(
@@ -98,19 +98,19 @@ def run_stages(
     results: Any = None
     for stage, part in enumerate(parts):
         named: dict[str, Any] = {INPUTS: call} if stage == 0 else {}
-        for link, told in links.items():
+        for link, notes in links.items():
             if link.target == stage:
-                sent, note = along.pop((link.source, stage))
-                leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in sent]
+                value, note = along.pop((link.source, stage))
+                leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in value]
                 if given is not None:
-                    given[link.source].extend(zip(sent, leaves, strict=True))
-                named.update(zip(told, unflatten([leaf.clone() for leaf in leaves], note), strict=True))
+                    given[link.source].extend(zip(value, leaves, strict=True))
+                named.update(zip(notes, unflatten([leaf.clone() for leaf in leaves], note), strict=True))
         results = part(named)
         if given is not None:
             _backward_from(given[stage], take_losses(keepers_in(part)))
-        for link, told in links.items():
+        for link, notes in links.items():
             if link.source == stage:
-                along[stage, link.target] = flatten([results[name] for name in told])
+                along[stage, link.target] = flatten([results[name] for name in notes])
     return results[OUTPUT]
 
 
@@ -133,10 +133,10 @@ def forward_run(
 def first_names(model: Any) -> dict[str, str]:
     """Map each name of a module to the module's first name."""
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, module in named_modules(model, remove_duplicate=False).items():
-        found[name] = first.setdefault(id(module), name)
-    return found
+        names[name] = first.setdefault(id(module), name)
+    return names
 
 
 def named_modules(model: Any, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
@@ -232,15 +232,15 @@ def _objective(output: Any) -> Any:
 
 
 def _run(model: Any, values: dict[str, Any], output: Any, inputs: list[Tensor]) -> ModelRun:
-    found: dict[str, Array | str] = dict(values)
-    found["the output"] = _structure(output)
+    results: dict[str, Array | str] = dict(values)
+    results["the output"] = _structure(output)
     for number, tensor in enumerate(_tensors(output)):
-        found[f"output {number}"] = _array(tensor)
+        results[f"output {number}"] = _array(tensor)
     gradients = {f"input {n}": None if one.grad is None else _array(one.grad) for n, one in enumerate(inputs)}
     for name, weight in named_values(model, "named_parameters"):
         gradients[name] = None if weight.grad is None else _array(weight.grad)
     state = {name: _array(buffer) for name, buffer in named_values(model, "named_buffers")}
-    return ModelRun(found, gradients, state)
+    return ModelRun(results, gradients, state)
 
 
 def _tensors(value: Any) -> list[Tensor]:

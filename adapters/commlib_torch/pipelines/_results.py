@@ -24,7 +24,7 @@ def loss_of(
     """Return the loss of a batch from the rank of the last stage, on all ranks. Raises UsageError. Collective.
 
     rows: of each microbatch, if known. fault: the error of this rank's stages, if there is one. outside: the number of
-    reducers of outside layers that have gradients of this batch; the result says whether any rank has some.
+    reducers of outside layers that have gradients of this batch; the result is whether any rank has some.
     """
     total, dtype = 0.0, torch.float32
     if batch.losses is not None:
@@ -34,24 +34,24 @@ def loss_of(
         fault = fault or losses.fault(batch.losses)
     extra = sum(loss for _, loss in sorted(batch.extras.items()))
     numbers = [total, 0.0, float(dtype is torch.float64)]
-    told, reducers, is_double = pipe.tell(
+    report, reducers, is_double = pipe.tell(
         numbers, rows=sum(rows) if rows else -1, added=[extra, float(outside)], fault=fault
     )
-    return torch.tensor(told, dtype=torch.float64 if is_double else torch.float32), reducers > 0
+    return torch.tensor(report, dtype=torch.float64 if is_double else torch.float32), reducers > 0
 
 
 def details_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, loss: Tensor) -> Details:
     """Return the details of a batch, other than its loss. where: the rows of outputs. Collective."""
-    found: tuple[list[float], dict[str, Any]] = [], {}
+    details: tuple[list[float], dict[str, Any]] = [], {}
     if batch.losses is not None:
         own, metrics = batch.losses, batch.losses.metrics
-        found = [float(own.values.get(number, math.nan)) for number in range(len(own.rows))], {}
+        details = [float(own.values.get(number, math.nan)) for number in range(len(own.rows))], {}
         for name in next(iter(metrics.values()), {}):
-            found[1][name] = own.mean_metric({number: values[name] for number, values in metrics.items()})
+            details[1][name] = own.mean_metric({number: values[name] for number, values in metrics.items()})
     outputs = None
     if batch.keeps_outputs and pipe.comm.rank == pipe.last:
         outputs = _join_outputs(batch, rows, where)
-    losses, averages = pipe.comm.broadcast_object(pytree.tree_map_only(Tensor, Tensor.cpu, found), pipe.last)
+    losses, averages = pipe.comm.broadcast_object(pytree.tree_map_only(Tensor, Tensor.cpu, details), pipe.last)
     return Details(loss, losses, averages, outputs)
 
 

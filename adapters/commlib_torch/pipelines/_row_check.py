@@ -1,7 +1,7 @@
 """Row checks: find out whether a stage's results for microbatches are those for the batch; layers may mix rows.
 
 A layer's own loss may be a mean over rows or a sum: the stage runs on the same rows twice to find out. At the end of
-the first batch, the stage runs on two microbatches together, and the results are compared with those of each.
+the first batch, the stage runs on two microbatches together, and the results are compared with the results of each.
 """
 
 from __future__ import annotations
@@ -149,16 +149,16 @@ class RowCheck:
                 continue
             try:
                 with self._copy() as copied:
-                    found = self._difference(copied, given)
-                if found and self._is_of_rounding(given):
-                    found = ""
+                    difference = self._difference(copied, given)
+                if difference and self._is_of_rounding(given):
+                    difference = ""
             except Exception as error:  # a layout that does not run cannot be checked
                 refusal = refusal or error
                 continue
             self._has_compared = has_run = True
-            if not found:
+            if not difference:
                 return ""
-            fault = fault or found
+            fault = fault or difference
         if refusal is not None and not has_run and self._has_known_rows():
             self._has_compared = True
             warnings.warn(f"{unchecked_rows_warning(self._title, refusal)}: {REMEDY}", stacklevel=2)
@@ -216,8 +216,8 @@ class RowCheck:
             for a, b, whole, again, is_sum in zip(*calls, self._kinds.sums(number, True), strict=True):
                 if not is_close(a, again, abs(a), epsilon):
                     return ""
-                if said := fault_in_added(a, b, whole, rows, epsilon, is_sum=is_sum):
-                    return added_loss_fault(self._title, said)
+                if fault := fault_in_added(a, b, whole, rows, epsilon, is_sum=is_sum):
+                    return added_loss_fault(self._title, fault)
             break
         return ""
 
@@ -297,8 +297,8 @@ def _merged_inputs(parts: Sequence[Any], rows: Sequence[int], where: Any) -> Any
         return (), join_microbatches(named, rows, where, what="y")
     several = [args[0] if len(args) == 1 and not isinstance(where, tuple | list) else args for args, _ in parts]
     _check_alike(several)
-    found = join_microbatches(several, rows, where, what="y")
-    return (found if several[0] is parts[0][0] else (found,)), {}
+    joined = join_microbatches(several, rows, where, what="y")
+    return (joined if several[0] is parts[0][0] else (joined,)), {}
 
 
 def _check_alike(parts: Sequence[Any]) -> None:
@@ -339,8 +339,8 @@ def _call(
         stack.enter_context(torch.set_grad_enabled(gradients))
         results = copied(_copy_inputs(named))
     added = [float(one.detach()) for one in take_each(keepers)]
-    found = {f"{name} {place}": one for name, value in results.items() for place, one in enumerate(_floats(value))}
-    return _StageCall(found, added, layers)
+    tensors = {f"{name} {place}": one for name, value in results.items() for place, one in enumerate(_floats(value))}
+    return _StageCall(tensors, added, layers)
 
 
 def _record_layers(name: str, layers: list[tuple[str, list[Array], list[Array]]]) -> Any:

@@ -40,9 +40,9 @@ class _SavedResult:
 class _SaveProducts(TorchDispatchMode):
     """Saves the results of products, in order."""
 
-    def __init__(self, kept: deque[Any]) -> None:
+    def __init__(self, saved: deque[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._by_memory = kept, dict[int, list[_SavedResult]]()
+        self._saved, self._by_memory = saved, dict[int, list[_SavedResult]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,13 +50,13 @@ class _SaveProducts(TorchDispatchMode):
             self._own_changed(func._schema.arguments, args, kwargs)
         out = func(*args, **kwargs)
         if func in _PRODUCTS:
-            self._kept.append(pytree.tree_map_only(Tensor, self._keep, out))
+            self._saved.append(pytree.tree_map_only(Tensor, self._keep, out))
         return out
 
     def _keep(self, result: Tensor) -> _SavedResult:
-        kept = _SavedResult(result)
-        self._by_memory.setdefault(_memory(result), []).append(kept)
-        return kept
+        saved = _SavedResult(result)
+        self._by_memory.setdefault(_memory(result), []).append(saved)
+        return saved
 
     def _own_changed(self, expected: Any, args: Any, kwargs: Any) -> None:
         given = [
@@ -67,30 +67,30 @@ class _SaveProducts(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in pytree.tree_leaves(value):
                     if isinstance(tensor, Tensor):
-                        for kept in self._by_memory.pop(_memory(tensor), ()):
-                            kept.own()
+                        for saved in self._by_memory.pop(_memory(tensor), ()):
+                            saved.own()
 
 
 class _ReplayProducts(TorchDispatchMode):
     """Returns the saved results in order instead of computing products."""
 
-    def __init__(self, kept: deque[Any]) -> None:
+    def __init__(self, saved: deque[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._saved = saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _PRODUCTS or not self._kept:
+        if func not in _PRODUCTS or not self._saved:
             return func(*args, **(kwargs or {}))
-        return pytree.tree_map_only(_SavedResult, _take_result, self._kept.popleft())
+        return pytree.tree_map_only(_SavedResult, _take_result, self._saved.popleft())
 
 
-def _take_result(kept: _SavedResult) -> Tensor:
-    if kept.value._version != kept.version:
+def _take_result(saved: _SavedResult) -> Tensor:
+    if saved.value._version != saved.version:
         raise RuntimeError(
             "a result that checkpoint='selective' saved was changed in place after its stage: by the loss, or by a "
             "hook; use an operation that makes a new tensor, or another checkpoint="
         )
-    return kept.value
+    return saved.value
 
 
 def _memory(tensor: Tensor) -> int:
@@ -99,5 +99,5 @@ def _memory(tensor: Tensor) -> int:
 
 def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the contexts of a forward and of its recomputation, for `checkpoint(context_fn=)`."""
-    kept: deque[Any] = deque()
-    return _SaveProducts(kept), _ReplayProducts(kept)
+    saved: deque[Any] = deque()
+    return _SaveProducts(saved), _ReplayProducts(saved)

@@ -40,11 +40,11 @@ class SharedObjects:
     """
 
     def __init__(self, parts: Sequence[nn.Module], placement: Sequence[int]) -> None:
-        found = [{id(value): (value, where) for value, where in _objects(part)} for part in parts]
-        hidden = {key for own in found for key in own}
-        for own, part in zip(found, parts, strict=True):  # buffers that another stage has by a hidden reference
+        objects = [{id(value): (value, where) for value, where in _objects(part)} for part in parts]
+        hidden = {key for own in objects for key in own}
+        for own, part in zip(objects, parts, strict=True):  # buffers that another stage has by a hidden reference
             own |= {id(one): (one, name) for name, one in part.named_modules() if id(one) in hidden}
-        shared = find_owners([[value for value, _ in own.values()] for own in found], placement)
+        shared = find_owners([[value for value, _ in own.values()] for own in objects], placement)
         self.exist = bool(shared)
         """Whether there are any."""
         self._placement = list(placement)
@@ -52,7 +52,7 @@ class SharedObjects:
         """The hint for a difference in the comparison."""
         if shared:
             value, ranks = shared[0]
-            names = list(dict.fromkeys(own[id(value)][1] for own in found if id(value) in own))
+            names = list(dict.fromkeys(own[id(value)][1] for own in objects if id(value) in own))
             self.hint = (
                 f". {names[0]} and {names[-1]}, of layers on ranks {', '.join(map(str, ranks))}, are one "
                 f"{type(value).__name__} in one process, but here each rank has a copy, and a layer's writes do not "
@@ -62,11 +62,11 @@ class SharedObjects:
 
     def copies(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
         """Return copies of the stages; those of one rank share objects, those of different ranks share nothing."""
-        found: dict[int, nn.Module] = {}
+        copies: dict[int, nn.Module] = {}
         for rank in dict.fromkeys(self._placement):
             numbers = [number for number, at in enumerate(self._placement) if at == rank]
-            found.update(zip(numbers, copy_of([parts[number] for number in numbers]), strict=True))
-        return [found[number] for number in range(len(parts))]
+            copies.update(zip(numbers, copy_of([parts[number] for number in numbers]), strict=True))
+        return [copies[number] for number in range(len(parts))]
 
 
 def _objects(part: nn.Module) -> Iterator[tuple[Any, str]]:

@@ -81,7 +81,7 @@ def _add_numbers(
 ) -> None:  # fmt: skip
     """Add the stage numbers to this rank's names, and drop the names of other ranks."""
     unexpected += [key for key in state if key.removeprefix(prefix) not in module._whole_names]
-    found = {
+    renamed = {
         prefix + _prefix(stage) + name: state[prefix + name]
         for stage, part in zip(module._numbers, module.parts, strict=True)
         for name in part.state_dict()
@@ -89,10 +89,10 @@ def _add_numbers(
     }
     if (loss := module._modules.get(NAME)) is not None:
         own = [f"{prefix}{NAME}.{name}" for name in loss.state_dict()]
-        found |= {name: state[name] for name in own if name in state}
+        renamed |= {name: state[name] for name in own if name in state}
     module._loaded_at, module._load_errors = prefix, errors
     state.clear()
-    state.update(found)
+    state.update(renamed)
 
 
 def _report_names(module: Any, keys: Any) -> None:

@@ -159,7 +159,7 @@ class TorchStage:
         self._keepers = keepers_in(part)
         self._leaves: list[Tensor] = []
         """The weights that get gradients in this batch: walking a module costs as much as a small layer."""
-        self._kept: dict[int, _SavedMicrobatch] = {}
+        self._saved: dict[int, _SavedMicrobatch] = {}
         self._split: dict[int, tuple[SplitBackward | None, list[Tensor | None]]] = {}
         self._has_hooks: bool | None = None
         self.used: UsedParameters | None = None
@@ -167,7 +167,7 @@ class TorchStage:
 
     def clear(self) -> None:
         """Drop the state of running microbatches."""
-        self._kept.clear()
+        self._saved.clear()
         self._split.clear()
         self.look.end()
         self._leaves, self._has_hooks = [], None
@@ -192,7 +192,7 @@ class TorchStage:
             given: dict[int, StageValues] = {}
             for target, names in self._gives.items():
                 given[target] = values = StageValues(*flatten([results[name] for name in names]))
-                if not all(map(_can_be_sent, values.tensors)):
+                if not all(map(_is_sendable, values.tensors)):
                     self._refuse_values(target, names, results)
             loss = self._finish(microbatch, results[OUTPUT]) if self._is_last else None
         if batch.is_training and self.used is not None:
@@ -200,13 +200,13 @@ class TorchStage:
         if batch.is_training:
             outputs = {target: list(values.tensors) for target, values in given.items()}
             extras = self._added(microbatch, named) if self._keepers else []
-            self._kept[microbatch] = _SavedMicrobatch(leaves, outputs, loss, extras, hooks)
+            self._saved[microbatch] = _SavedMicrobatch(leaves, outputs, loss, extras, hooks)
         return given
 
     def _refuse_values(self, target: int, names: Sequence[str], results: Mapping[str, Any]) -> None:
         for name in names:
             for tensor in flatten([results[name]])[0]:
-                if _can_be_sent(tensor):
+                if _is_sendable(tensor):
                     continue
                 layers = [layer for layer, _ in self.part.named_children()]
                 what = f"layer {layers[-1]}" if name.startswith("after ") and layers else f"operation {name}"
@@ -222,14 +222,14 @@ class TorchStage:
         if not added:
             return []
         are_sums = self.look.sums(added, named, batch.rows[microbatch])
-        found = []
+        losses = []
         for is_sum in (False, True):
             if own := [loss for loss, one in zip(added, are_sums, strict=True) if one == is_sum]:
                 total = torch.stack(own).sum()
-                found.append((total, 1.0 if is_sum else batch.row_shares[microbatch]))
+                losses.append((total, 1.0 if is_sum else batch.row_shares[microbatch]))
                 in_batch = 1.0 if is_sum else shares(batch.rows)[microbatch]
                 batch.extras[microbatch] = batch.extras.get(microbatch, 0.0) + float(total.detach()) * in_batch
-        return found
+        return losses
 
     def _run(self, named: dict[str, Any]) -> dict[str, Any]:
         is_training = self.batch.is_training
@@ -278,24 +278,24 @@ class TorchStage:
 
     def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
         """Run backward on a microbatch: see `commlib.pipeline.stage.Stage`."""
-        kept = self._kept.pop(microbatch)
-        roots, grads = self._roots(microbatch, kept, gradients)
+        saved = self._saved.pop(microbatch)
+        roots, grads = self._roots(microbatch, saved, gradients)
         self._whole_backward(roots, grads, final=final)
-        return _input_gradients(kept)
+        return _input_gradients(saved)
 
     def backward_input(self, microbatch: int, gradients: ByStage) -> ByStage:
         """Compute the gradients of the inputs: see `commlib.pipeline.stage.Stage`."""
-        kept = self._kept.pop(microbatch)
-        roots, grads = self._roots(microbatch, kept, gradients)
-        leaves = [tensor for own in kept.inputs.values() for tensor in own if tensor is not None]
-        split = SplitBackward.split(roots, grads, leaves, has_hooks=self._must_run_once(kept))
+        saved = self._saved.pop(microbatch)
+        roots, grads = self._roots(microbatch, saved, gradients)
+        leaves = [tensor for own in saved.inputs.values() for tensor in own if tensor is not None]
+        split = SplitBackward.split(roots, grads, leaves, has_hooks=self._must_run_once(saved))
         if split is None:
             self._whole_backward(roots, grads, final=False)
         else:
             with backward_passes.part(final=False), self._backward_context():
                 split.input_gradients()
         self._split[microbatch] = split, grads
-        return _input_gradients(kept)
+        return _input_gradients(saved)
 
     def backward_weight(self, microbatch: int, *, final: bool) -> None:
         """Compute the gradients of the weights: see `commlib.pipeline.stage.Stage`."""
@@ -322,11 +322,11 @@ class TorchStage:
         """Keep buffers: a forward updates running statistics once, and its recomputation does not."""
         return preserve_buffers(self._again) if self._again and self.weights is None else nullcontext()
 
-    def _must_run_once(self, kept: _SavedMicrobatch) -> bool:
+    def _must_run_once(self, saved: _SavedMicrobatch) -> bool:
         """Return whether a backward calls hooks, which both of its parts would call."""
         if self._has_hooks is None:
             self._has_hooks = have_hooks(self.part.parameters(), but_of=backward_passes.__module__)
-        return self._has_hooks or registrations.count != kept.hooks
+        return self._has_hooks or registrations.count != saved.hooks
 
     def _look(self, results: Mapping[str, Any], leaves: Mapping[int, list[Tensor | None]], loss: Tensor | None) -> None:
         """Check which weights the first outputs of this stage use; in the last stage also those of the first loss."""
@@ -340,24 +340,24 @@ class TorchStage:
         used.check(inputs, x=of_x, given=given, y=of_y, loss=() if loss is None else [loss])
 
     def _roots(
-        self, microbatch: int, kept: _SavedMicrobatch, gradients: ByStage
+        self, microbatch: int, saved: _SavedMicrobatch, gradients: ByStage
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the roots of a backward and their gradients. A value sent to several stages has several."""
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        roots: dict[int, tuple[Tensor, Tensor]] = {}
         # The microbatch's weight in the loss of the batch: with it, gradients simply add up.
-        weighed = list(kept.extras)
-        if kept.loss is not None and self.batch.losses is not None:
-            weighed.append((kept.loss, self.batch.losses.shares[microbatch]))
+        weighed = list(saved.extras)
+        if saved.loss is not None and self.batch.losses is not None:
+            weighed.append((saved.loss, self.batch.losses.shares[microbatch]))
         for loss, share in weighed:
             if loss.requires_grad:
-                found[id(loss)] = loss, torch.full_like(loss, share * self.batch.scale)
+                roots[id(loss)] = loss, torch.full_like(loss, share * self.batch.scale)
         for target, values in gradients.items():
-            for tensor, gradient in zip(kept.outputs[target], values.tensors, strict=True):
+            for tensor, gradient in zip(saved.outputs[target], values.tensors, strict=True):
                 if gradient is None or not tensor.requires_grad:
                     continue
-                before = found.get(id(tensor))
-                found[id(tensor)] = tensor, gradient if before is None else before[1] + gradient
-        return [tensor for tensor, _ in found.values()], [gradient for _, gradient in found.values()]
+                before = roots.get(id(tensor))
+                roots[id(tensor)] = tensor, gradient if before is None else before[1] + gradient
+        return [tensor for tensor, _ in roots.values()], [gradient for _, gradient in roots.values()]
 
     def _missing_gradients(self, received: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the weights whose gradient the next backward creates from a received one, instead of adding to it."""
@@ -437,7 +437,7 @@ class StashedWeights:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._updates += 1
-        self._versions = {version: kept for version, kept in self._versions.items() if version >= self._updates - 1}
+        self._versions = {version: own for version, own in self._versions.items() if version >= self._updates - 1}
 
 
 def _own_memory(leaves: Sequence[Tensor], received: Sequence[Tensor | None]) -> None:
@@ -451,16 +451,16 @@ def _own_memory(leaves: Sequence[Tensor], received: Sequence[Tensor | None]) -> 
             leaf.grad = leaf.grad.clone()
 
 
-def _can_be_sent(tensor: Tensor | None) -> bool:
+def _is_sendable(tensor: Tensor | None) -> bool:
     if tensor is None:
         return True
     return tensor.dtype in KNOWN_DTYPES and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _input_gradients(kept: _SavedMicrobatch) -> dict[int, StageValues]:
+def _input_gradients(saved: _SavedMicrobatch) -> dict[int, StageValues]:
     return {
         source: StageValues([None if leaf is None else leaf.grad for leaf in leaves])
-        for source, leaves in kept.inputs.items()
+        for source, leaves in saved.inputs.items()
     }
 
 

@@ -218,8 +218,8 @@ class StepRunner:
 
     def _refuse_meta(self) -> None:
         """Raise UsageError, on all ranks, if weights are still on the meta device."""
-        found = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
-        if first := next((name for names in self._pipe.comm.all_gather_object(found[:1]) for name in names), ""):
+        meta = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
+        if first := next((name for names in self._pipe.comm.all_gather_object(meta[:1]) for name in names), ""):
             raise UsageError(
                 f"pipeline: {first} is on device meta: call to_empty(device=...) and load_state_dict, or "
                 "load_state_dict(..., assign=True), on all ranks before the first batch"

@@ -34,9 +34,9 @@ class _TiedWeight:
     @property
     def weight(self) -> nn.Parameter:
         """The current weight, the same in all places. Raises UsageError if one place has lost it."""
-        found = [module._parameters.get(key) for module, key in self.places]
-        first = found[0]
-        for (module, key), parameter in zip(self.places, found, strict=True):
+        weights = [module._parameters.get(key) for module, key in self.places]
+        first = weights[0]
+        for (module, key), parameter in zip(self.places, weights, strict=True):
             if parameter is None or first is None:
                 raise UsageError(
                     f"pipeline: {self.name}, which stages on several ranks share, is no longer a parameter of "
@@ -91,8 +91,8 @@ class TiedWeights:
         """Freeze or unfreeze a weight on all ranks if one rank did so, under any of its names. Collective."""
         if not self._all:
             return
-        told = self._gather(comm, [tied.weight.requires_grad for tied in self._weights])
-        for tied, others in zip(self._all, told, strict=True):
+        answers = self._gather(comm, [tied.weight.requires_grad for tied in self._weights])
+        for tied, others in zip(self._all, answers, strict=True):
             if (not tied.trains) in others:  # a rank whose setting differs from the agreed one has changed it
                 tied.trains = not tied.trains
             if tied.comm is not None:
@@ -125,8 +125,8 @@ class TiedWeights:
         """
         if not self._all:
             return
-        told = self._gather(comm, [tied.weight.grad is not None for tied in self._weights])
-        used = {id(tied) for tied, others in zip(self._all, told, strict=True) if True in others}
+        answers = self._gather(comm, [tied.weight.grad is not None for tied in self._weights])
+        used = {id(tied) for tied, others in zip(self._all, answers, strict=True) if True in others}
         for tied, before in zip(self._weights, self._before, strict=True):
             weight = tied.weight
             if id(tied) not in used:
@@ -149,8 +149,8 @@ class TiedWeights:
     def _gather(self, comm: Communicator, own: Sequence[bool]) -> list[set[bool]]:
         """Return the values that the owners of each weight report, given those of this rank."""
         answers = iter(own)
-        said = [_ELSEWHERE if tied.comm is None else _YES if next(answers) else _NO for tied in self._all]
-        table = comm.all_gather(np.array([said], np.int8))
+        codes = [_ELSEWHERE if tied.comm is None else _YES if next(answers) else _NO for tied in self._all]
+        table = comm.all_gather(np.array([codes], np.int8))
         return [{bool(value) for value in column if value != _ELSEWHERE} for column in table.T]
 
 

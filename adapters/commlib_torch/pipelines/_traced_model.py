@@ -31,10 +31,10 @@ class TracedModel:
 
     def __init__(self, model: nn.Module, stages: int, example: Any = None, leaves: Collection[str] = ()) -> None:
         self._model, self._leaves = model, leaves
-        found = ModeTracer(model, leaves).settled(example)
-        self._graph, self._constants, self._call = found.graph, found.constants, found.call
-        self._whole = found.whole
-        self.readings = found.readings
+        traced = ModeTracer(model, leaves).settled(example)
+        self._graph, self._constants, self._call = traced.graph, traced.constants, traced.call
+        self._whole = traced.whole
+        self.readings = traced.readings
         """Values that the graph has fixed."""
         together = settle(self._graph, model, self._constants)
         fixed = ("placeholder", "output", "get_attr")
@@ -146,27 +146,27 @@ class TracedModel:
     ) -> tuple[fx.Graph, list[str]]:
         """Return the graph of a stage, and the names of the values it takes from others."""
         graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         takes = [name for link, names in crossing.items() if link.target == stage for name in names]
         gives = list(dict.fromkeys(n for link, names in crossing.items() if link.source == stage for n in names))
         by_name = {node.name: node for node in self._graph.nodes}
         for name in takes:
-            made[by_name[name]] = graph.placeholder(name)
+            copies[by_name[name]] = graph.placeholder(name)
         if stage == 0:
             for node in self._graph.nodes:
                 if node.op == "placeholder":
-                    made[node] = graph.node_copy(node)
+                    copies[node] = graph.node_copy(node)
 
         def value(node: fx.Node) -> fx.Node:
-            if node not in made:  # values that each stage reads or computes itself
-                made[node] = graph.node_copy(node, value)
-            return made[node]
+            if node not in copies:  # values that each stage reads or computes itself
+                copies[node] = graph.node_copy(node, value)
+            return copies[node]
 
         own = [node for node in self._nodes if stage_of[node] == stage]
         for node in own:
-            made[node] = graph.node_copy(node, value)
-        disable_gradients(graph, [(made[node], node.meta.get(GRADIENTS, True)) for node in own])
-        results: Any = {name: made[by_name[name]] for name in gives}
+            copies[node] = graph.node_copy(node, value)
+        disable_gradients(graph, [(copies[node], node.meta.get(GRADIENTS, True)) for node in own])
+        results: Any = {name: copies[by_name[name]] for name in gives}
         if stage == last:
             (output,) = (node for node in self._graph.nodes if node.op == "output")
             results[OUTPUT] = fx.map_arg(output.args[0], value)
@@ -176,12 +176,12 @@ class TracedModel:
 
 def _crossing(stage_of: Mapping[fx.Node, int], last: int) -> dict[Link, tuple[str, ...]]:
     """Return the names of the values of each link."""
-    found: dict[Link, list[str]] = {}
+    links: dict[Link, list[str]] = {}
     for node, stage in stage_of.items():
         for user in node.users:
             other = last if user.op == "output" else stage_of[user]
             if other != stage:
-                names = found.setdefault(Link(stage, other), [])
+                names = links.setdefault(Link(stage, other), [])
                 if node.name not in names:
                     names.append(node.name)
-    return {link: tuple(found[link]) for link in sorted(found)}
+    return {link: tuple(links[link]) for link in sorted(links)}

@@ -1,4 +1,4 @@
-"""Units: represent any model as a sequence of units for stages, measure their costs, and build those of a rank."""
+"""Units: represent any model as a sequence of units for stages, measure their costs, and build a rank's units."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def layers_of(model: Any) -> Sequence[nn.Module]:
     """Return a list of layers. Raises UsageError for other objects."""
     if not isinstance(model, list | tuple) or not all(isinstance(layer, nn.Module) for layer in model):
         kinds = sorted({type(layer).__name__ for layer in model}) if isinstance(model, list | tuple) else []
-        got = f"a list of {', '.join(kinds)}" if kinds else type(model).__name__
-        raise UsageError(f"pipeline: expected an nn.Module or a list of them, got {got}")
+        kind = f"a list of {', '.join(kinds)}" if kinds else type(model).__name__
+        raise UsageError(f"pipeline: expected an nn.Module or a list of them, got {kind}")
     return model
 
 
@@ -59,7 +59,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 Constructors = Sequence[Callable[[], nn.Module]]
-"""Functions that make one layer each, of which a rank builds only the layers of its stages."""
+"""Functions that make one layer each; a rank calls only those of its stages."""
 
 
 def are_constructors(model: Any) -> bool:

@@ -94,7 +94,7 @@ def _find_branches(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[_B
     for node in order:
         if node in ends or any(after in trunk for after, _ in node.next_functions if after is not None):
             trunk.add(node)
-    found: list[_Branches] = []
+    branches: list[_Branches] = []
     seen: set[int] = set()
     for node in reversed(order):
         if node not in trunk or node in ends:
@@ -105,9 +105,9 @@ def _find_branches(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[_B
         if any(id(weight) in seen for weight in weights):
             return None
         seen |= {id(weight) for weight in weights}
-        found.append(_Branches(node, weights))
-    beside = [node for node in (root.grad_fn for root in roots) if node is not None and node not in trunk]
-    return None if any(True for _ in _weights_behind(beside, trunk)) else found
+        branches.append(_Branches(node, weights))
+    outside = [node for node in (root.grad_fn for root in roots) if node is not None and node not in trunk]
+    return None if any(True for _ in _weights_behind(outside, trunk)) else branches
 
 
 def _accumulator(tensor: Tensor) -> Node:

@@ -105,7 +105,7 @@ def pipeline(
 
     Args:
         model: An nn.Sequential; a list of modules (a tuple returned by one becomes the arguments of the next); a list
-            of functions that return one module each, of which a rank calls those of its stages; or any module that
+            of functions that return one module each (a rank calls those of its stages); or any module that
             torch.fx can trace. This rank keeps its stages, under their names in the model. A submodule that a trace
             cannot represent is kept in one stage.
         ranks: The ranks of the stages, such as `mesh["pp"]`.
@@ -116,7 +116,7 @@ def pipeline(
         loss: A function of (output, target); None: none, for `predict` and for a last stage that returns its loss.
         split: "auto" (even parameter bytes), "time" (even measured time), the number of layers of each stage, the names
             of the submodules with which the later stages begin, or a function of the model that returns one of these.
-        stages: The total number of stages, if a rank has several; None: as the schedule says.
+        stages: The total number of stages, if a rank has several; None: from the schedule.
         checkpoint: The activations that are recomputed in the backward: "none", "selective" (all but the results of
             products) or "full" (all but a stage's inputs). Or a mapping of these by patterns of layer names,
             {"blocks.*": "full"}, or a function of a layer's name and the layer that returns one: each of these layers
@@ -161,8 +161,8 @@ def pipeline(
     comm = communicator_of(ranks, "pipeline")
     check_batch_norms(comm, model)
     x = unpack_batch(verify)[0] if example is None and verify is not None else example
-    told = comm.broadcast_object(None if x is None else describe_arguments(arguments(x)))
-    units = units_of(model, comm.size, told, recompute)
+    description = comm.broadcast_object(None if x is None else describe_arguments(arguments(x)))
+    units = units_of(model, comm.size, description, recompute)
     chosen = choose_stages(
         comm, schedule, microbatches, split=split(model) if callable(split) else split, stages=stages, every=every,
         memory=memory, measure=lambda: costs_of(units, example, recompute), count=partial(compute_counts, units),
@@ -183,7 +183,7 @@ def pipeline(
                 rows=rows_option(rows), optimizer=None,
             ),
         )  # fmt: skip
-    elif told is not None:
+    elif description is not None:
         check_with_example(comm, model, pieces, example, shared=shared, spreads=spreads)
     if constructors:
         build(constructors, pieces, chosen.schedule.stages_of(comm.rank), comm.broadcast_object(torch.initial_seed()))
@@ -206,7 +206,7 @@ def pipeline(
         pipe._steps.readings = units.readings
     if isinstance(model, nn.Module) and not constructors:
         pipe._steps.layers = ModelLayers(model, pieces.parts)
-    if told is None and not constructors and (is_traced or shared.exist):
+    if description is None and not constructors and (is_traced or shared.exist):
         own = chosen.schedule.stages_of(comm.rank)
         pipe._steps.comparison = FirstComparison(pipe.pipe, model, pieces, own, shared=shared, warns=is_traced)
     return pipe
@@ -216,7 +216,7 @@ class Pipeline(StageModule):
     """The stages of a model on this rank. Made by `pipeline`.
 
     It has the parameters and buffers of its stages, under the names of the whole model; the rank of the last stage also
-    has those of a loss with parameters, as `loss.NAME`.
+    has the parameters of a loss, as `loss.NAME`.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class Pipeline(StageModule):
     def predict(self, x: Any = None, *, cut: bool = True) -> Any:
         """Return the model's output for a batch in evaluation mode, on every rank. Collective.
 
-        Raises UsageError for an output with rows in another dimension than `rows` of `pipeline` says.
+        Raises UsageError for an output with rows in another dimension than `rows` of `pipeline`.
         """
         return self._steps.predict(x, cut=cut)
 
@@ -337,8 +337,8 @@ class Pipeline(StageModule):
         counted = [parameter for parameter in self.parameters() if not self._tied.is_counted_elsewhere(parameter)]
         powers = power_over_axes(powers_by_axis(counted, norm_type), norm_type)
         is_double = any(one.grad is not None and one.grad.dtype == torch.float64 for one in self.parameters())
-        told = self._pipe.comm.all_gather_object((powers, is_double))
-        norm = norm_of_powers([own for own, _ in told], norm_type)
+        reports = self._pipe.comm.all_gather_object((powers, is_double))
+        norm = norm_of_powers([own for own, _ in reports], norm_type)
         if error_if_nonfinite:
             check_finite("clip_grad_norm", norm)
         factor = clip_factor(norm, limit, epsilon=1e-6)
@@ -346,7 +346,7 @@ class Pipeline(StageModule):
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        return torch.tensor(norm, dtype=torch.float64 if any(double for _, double in told) else torch.float32)
+        return torch.tensor(norm, dtype=torch.float64 if any(double for _, double in reports) else torch.float32)
 
     def picture(self, *, width: int | None = None) -> str:
         """Draw the schedule. Not collective."""
@@ -436,9 +436,9 @@ class Pipeline(StageModule):
         order_shared(self._stages, self._pipe.runner.last_gradients)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._order_shared()  # parameters may have been replaced
-        return found
+        return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's values from a state of the whole model, or a state of this rank's stages. Not collective.
@@ -448,10 +448,10 @@ class Pipeline(StageModule):
         strict=False, the missing names of all stages are returned.
         """
         missing = self._loading.check(state_dict, self._whole_names, strict=strict)
-        found = super().load_state_dict(state_dict, strict, assign)
-        found.missing_keys[:] = dict.fromkeys([*missing, *found.missing_keys])
+        result = super().load_state_dict(state_dict, strict, assign)
+        result.missing_keys[:] = dict.fromkeys([*missing, *result.missing_keys])
         self._order_shared()
-        return found
+        return result
 
     def _by_all_names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under all their names in the whole model."""

@@ -61,8 +61,8 @@ def replace_arguments(module: nn.Module, args: Any, options: Any, change: Mappin
 
 def tensor_arguments(module: nn.Module, args: Any, options: Any) -> dict[str, Tensor]:
     """Return the tensors among a module's arguments, by argument name."""
-    found = {**dict(zip(_names(module), args, strict=False)), **options}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    arguments = {**dict(zip(_names(module), args, strict=False)), **options}
+    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
 
 
 def arguments_in(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -75,9 +75,9 @@ def arguments_in(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     }
 
 
-def divide_arguments(found: Mapping[str, tuple[tuple[nn.Module, str], Slice]], axis: ParallelAxis) -> None:
+def divide_arguments(arguments: Mapping[str, tuple[tuple[nn.Module, str], Slice]], axis: ParallelAxis) -> None:
     """Slice arguments of modules for this rank from now on."""
-    for name, ((module, argument), style) in found.items():
+    for name, ((module, argument), style) in arguments.items():
         given = vars(module).get(_DIVIDED, {})
         if argument not in given:  # it may have several names
             slicing = SliceHook(axis, name, argument, style)

@@ -56,10 +56,10 @@ class BlockMask:
         """Apply dropout to weights, or their gradients, of some queries: dropped ones are zeros, others scaled up."""
         if self.bits is None:
             return weights
-        kept = group_by_keys(
+        remaining = group_by_keys(
             _keep_mask(self.bits.rows[:, :, rows], self.bits.keys[: weights.shape[-1]], self.rate), weights.shape[1]
         )
-        return weights * kept * (1 / (1 - self.rate))
+        return weights * remaining * (1 / (1 - self.rate))
 
 
 class BlockMasks:
@@ -126,5 +126,5 @@ def _keep_mask(rows: Tensor, keys: Tensor, rate: float) -> Tensor:
         x ^= (x >> shift) & ((1 << (32 - shift)) - 1)  # without the sign
         if factor:
             x *= factor - (factor >> 31 << 32)
-    found: Tensor = (x ^ -(1 << 31)) >= keep_threshold(rate) - (1 << 31)
-    return found
+    mask: Tensor = (x ^ -(1 << 31)) >= keep_threshold(rate) - (1 << 31)
+    return mask

@@ -43,8 +43,8 @@ def note_eager_input(layer: Any, x: Any, what: str = "the input", sequence: int 
         _note(watch, what, layer, x)
         return
     first = x.narrow(sequence, 0, min(1, x.shape[sequence]))
-    tells = bool(x.ne(first).any())
-    _note(watch, f"its part of a sequence, {what}", layer, x, sequence, is_part=True, tells=tells)
+    differs = bool(x.ne(first).any())
+    _note(watch, f"its part of a sequence, {what}", layer, x, sequence, is_part=True, tells=differs)
 
 
 def note_returned(layer: Any, out: Tensor) -> None:
@@ -66,8 +66,8 @@ def _note(watch: AxisWatch, what: str, layer: Any, x: Tensor, sequence: int | No
         flat = x.detach().resolve_neg().resolve_conj().reshape(-1)
         sample = flat[:: stride(flat.numel())] if flat.is_floating_point() or flat.is_complex() else flat
         sample = sample.float() if sample.dtype in (torch.bfloat16, torch.float16) else sample
-        found = note_tensor(what, _name(layer), shape, dtype_name(x.dtype), host_array(sample), **kinds)
-    watch.notes.append(found)
+        note = note_tensor(what, _name(layer), shape, dtype_name(x.dtype), host_array(sample), **kinds)
+    watch.notes.append(note)
 
 
 def has_numbers(x: Any) -> bool:

@@ -31,7 +31,7 @@ def goes_on_with_rows(module: nn.Embedding) -> bool:
             module.__class__ = trial
             module._parameters["weight"] = nn.Parameter(torch.full((1, 1), torch.nan, dtype=dtype, device=device))
             vars(module)["_rows"] = rows
-            found: Any = module(words)
+            output: Any = module(words)
             vars(module)["_rows"] = rows[:, 1:]
             fewer: Any = module(words[:, 1:])
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
@@ -39,9 +39,9 @@ def goes_on_with_rows(module: nn.Embedding) -> bool:
         finally:
             module.__class__, module._parameters["weight"] = plain, own
             vars(module).pop("_rows", None)
-    if not (isinstance(found, Tensor) and found.shape == rows.shape and isinstance(fewer, Tensor)):
+    if not (isinstance(output, Tensor) and output.shape == rows.shape and isinstance(fewer, Tensor)):
         return False
-    return bool(found.isfinite().all()) and torch.equal(found[:, 1:], fewer)
+    return bool(output.isfinite().all()) and torch.equal(output[:, 1:], fewer)
 
 
 class _TrialEmbedding(nn.Embedding):
@@ -53,5 +53,5 @@ class _TrialEmbedding(nn.Embedding):
 
 @cache
 def subclass_beneath(plain: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `plain` whose `super().forward` is that of `kind`."""
+    """Return a subclass of `plain` whose `super().forward` is `kind.forward`."""
     return type(f"{kind.__name__}{plain.__name__}", (plain, kind), {"__doc__": plain.__doc__})

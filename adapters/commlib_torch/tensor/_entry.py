@@ -83,8 +83,8 @@ def product(
         dtype = torch.get_autocast_dtype("cpu")
         inside, late_weight = inside.to(dtype), late_weight.to(dtype)
         return torch.nn.functional.linear(inside, late_weight, bias)
-    found: Tensor = _Product.apply(inside, late_weight, bias, late)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Product.apply(inside, late_weight, bias, late)  # type: ignore[no-untyped-call]
+    return output
 
 
 @disable_compile
@@ -125,8 +125,8 @@ def _records(x: Tensor) -> bool:
 def _overlapping(x: Tensor, axis: ParallelAxis, move: Redistribute) -> Tensor:
     box = _Box()
     outside = _Finish.apply(x, box)  # type: ignore[no-untyped-call]
-    found: Tensor = _Start.apply(outside, axis, move, box)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Start.apply(outside, axis, move, box)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Box:

@@ -98,8 +98,8 @@ def _run(model: nn.Module, recorder: TraceRecorder, call: Any, *, evaluate: bool
                 raise
             trace, error = recorder.trace_of(()), raised
         draws = before != _random_states()
-        kept = recorder.kept
-        values = [_array(kept.get(number, tensor)) for number, tensor in enumerate(recorder.tensors)]
+        saved = recorder.kept
+        values = [_array(saved.get(number, tensor)) for number, tensor in enumerate(recorder.tensors)]
     recorder.forget()
     return TracedRun(
         trace,
@@ -120,7 +120,7 @@ def _unsharding_changes(model: nn.Module, axis: ParallelAxis) -> list[Change] | 
 
     Activations are gathered at the outputs of sharded layers and split at their inputs; weights stay sharded.
     """
-    found: list[Change] = []
+    changes: list[Change] = []
     heads, others = set[nn.Module](), set[nn.Module]()
     """Modules within an attention, and modules within sharded layers."""
     for module in model.modules():
@@ -139,7 +139,7 @@ def _unsharding_changes(model: nn.Module, axis: ParallelAxis) -> list[Change] | 
         elif module in others:
             continue
         elif isinstance(module, FeatureLayer):
-            found.append((module, "takes_whole", True))
+            changes.append((module, "takes_whole", True))
             continue
         elif isinstance(style, Column | Vocabulary):
             change = replace(style, gather=True, sequence=None)
@@ -147,8 +147,8 @@ def _unsharding_changes(model: nn.Module, axis: ParallelAxis) -> list[Change] | 
             change = replace(style, split=True, sequence=None)
         else:
             continue
-        found.append((module, "style", change))
-    return found
+        changes.append((module, "style", change))
+    return changes
 
 
 @contextmanager
@@ -213,8 +213,8 @@ def split_calls(axis: ParallelAxis, call: Any, dims: Mapping[int, int], *, is_pa
         moved = {id(tensors[at]): move(tensors[at].detach(), axis, dim) for at, dim in dims.items()}
 
     def change(value: Any) -> Any:
-        found = moved.get(id(value))
-        return value if found is None else found.requires_grad_(value.requires_grad)
+        other = moved.get(id(value))
+        return value if other is None else other.requires_grad_(value.requires_grad)
 
     changed = map_leaves((tuple(args), dict(options)), change)
     return (changed, call) if is_part else (call, changed)
@@ -222,8 +222,8 @@ def split_calls(axis: ParallelAxis, call: Any, dims: Mapping[int, int], *, is_pa
 
 def _are_within(call: Any, tensors: Mapping[int, Tensor]) -> bool:
     """Return whether tensors have values, and are in tuples, lists and dicts."""
-    found = set[int]()
+    within = set[int]()
 
     args, options = call
-    map_leaves((tuple(args), dict(options)), lambda one: found.add(id(one)))
-    return found.issuperset(tensors) and all(map(has_numbers, tensors.values()))
+    map_leaves((tuple(args), dict(options)), lambda one: within.add(id(one)))
+    return within.issuperset(tensors) and all(map(has_numbers, tensors.values()))

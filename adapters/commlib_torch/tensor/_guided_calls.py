@@ -42,13 +42,13 @@ class GuidedCall:
 
     def _guided_value(self, number: int, like: Tensor) -> Tensor:
         """Return a value of the unsharded run: one tensor for all calls, because layers may test its identity."""
-        found = self._given.get(number)
-        if found is None:
-            found = to_device_of(self._guide.whole.values[number].copy(), like)
+        guided = self._given.get(number)
+        if guided is None:
+            guided = to_device_of(self._guide.whole.values[number].copy(), like)
             if like.requires_grad and torch.is_grad_enabled():
-                found = found.requires_grad_().clone()  # may be written, like the value it replaces
-            self._given[number] = found
-        return found
+                guided = guided.requires_grad_().clone()  # may be written, like the value it replaces
+            self._given[number] = guided
+        return guided
 
 
 def replace_tensors(value: Any, given: Mapping[int, Tensor]) -> Any:

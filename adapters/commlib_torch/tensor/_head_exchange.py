@@ -55,13 +55,13 @@ def _exchange_mask(
 ) -> Tensor:
     """Return the mask of this rank's heads, for the queries of ranks 0, 1, ... Its gradient returns to its rank."""
     mask = mask.expand(-1, -1, tokens, -1)
-    sent = mask.byte() if mask.dtype is torch.bool else mask
+    numbers = mask.byte() if mask.dtype is torch.bool else mask
     plain = ParallelAxis(axis.comm)  # a codec must not round values that hide keys
     if mask.shape[1] == 1:
-        found = redistribute(sent, plain, gather(2, partial=True, lengths=layout.counts))
+        exchanged = redistribute(numbers, plain, gather(2, partial=True, lengths=layout.counts))
     else:
-        found = redistribute(sent, plain, Redistribute("all_to_all", 1, 2, tuple(heads), layout.counts))
-    return found.bool() if mask.dtype is torch.bool else found
+        exchanged = redistribute(numbers, plain, Redistribute("all_to_all", 1, 2, tuple(heads), layout.counts))
+    return exchanged.bool() if mask.dtype is torch.bool else exchanged
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, bounds: tuple[int, ...]) -> Tensor:

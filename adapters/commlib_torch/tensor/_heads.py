@@ -46,21 +46,21 @@ def mask_of(
     are visible.
     """
     batch, _, queries, _ = like.shape
-    found: Tensor | None = None
+    mask: Tensor | None = None
     shape: tuple[int, ...]
     if attention is not None:
         shape = (queries, keys) if attention.dim() == 2 else (batch * heads, queries, keys)
-        found = _added("attn_mask", attention, shape, like, axis)
+        mask = _added("attn_mask", attention, shape, like, axis)
         if attention.dim() == 2:
-            found = found.reshape(1, 1, queries, keys)
+            mask = mask.reshape(1, 1, queries, keys)
         else:
             own = slice(*even(heads, axis.size).slice_of(axis.rank))
-            found = found.reshape(batch, heads, queries, keys)[:, own]
+            mask = mask.reshape(batch, heads, queries, keys)[:, own]
     if padding is not None:
         shape = (batch, keys)[padding.dim() == 1 :]
         added = _added("key_padding_mask", padding, shape, like, axis).reshape(-1, 1, 1, keys)
-        found = added if found is None else found + added
-    return F.pad(found, (0, extra)) if found is not None and extra else found
+        mask = added if mask is None else mask + added
+    return F.pad(mask, (0, extra)) if mask is not None and extra else mask
 
 
 def _added(what: str, mask: Tensor, expected: tuple[int, ...], like: Tensor, axis: ParallelAxis) -> Tensor:

@@ -21,16 +21,16 @@ def find_held(tensors: list[Tensor], wanted: set[int], outside: set[int], roots:
     ids of older tensors, which are held in any case. roots: where to look for caches. Garbage is collected before a
     tensor counts as held.
     """
-    found = _find_held(tensors, wanted - outside, {})
-    if not (found or wanted & outside):
-        return found
+    held = _find_held(tensors, wanted - outside, {})
+    if not (held or wanted & outside):
+        return held
     caches = count_cached(roots, lambda value: isinstance(value, Tensor), nn.Module)
-    found = _find_held(tensors, found, caches)
+    held = _find_held(tensors, held, caches)
     for generation in (1, 2):
-        if found:
+        if held:
             gc.collect(generation)
-            found = _find_held(tensors, found, caches)
-    return found | {key for key in wanted & outside if not caches.get(key)}
+            held = _find_held(tensors, held, caches)
+    return held | {key for key in wanted & outside if not caches.get(key)}
 
 
 def _find_held(tensors: list[Tensor], wanted: set[int], caches: Mapping[int, int]) -> set[int]:

@@ -80,9 +80,9 @@ def _shard_of(function: str, tensor: Tensor) -> Shard | None:
 
     Raises UsageError for a view of a part of one.
     """
-    found = shard_of(tensor)
-    if found is not None or (parameter := sharded_parameter_of(tensor)) is None:
-        return found
+    marked = shard_of(tensor)
+    if marked is not None or (parameter := sharded_parameter_of(tensor)) is None:
+        return marked
     shard = shard_of(parameter)
     if shard is not None and (tensor.shape, tensor.stride()) != (parameter.shape, parameter.stride()):
         raise UsageError(

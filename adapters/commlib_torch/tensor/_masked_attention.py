@@ -28,8 +28,8 @@ def masked_forward(q: Tensor, k: Tensor, v: Tensor, sight: BlockMask, scale: flo
         most = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - make_finite(most))
         total = weights.sum(-1, keepdim=True)
-        found = sight.drop(weights, rows) @ values[..., keys, :] / total.clamp(min=1)
-        out[:, :, rows] = found.flatten(1, 2)
+        output = sight.drop(weights, rows) @ values[..., keys, :] / total.clamp(min=1)
+        out[:, :, rows] = output.flatten(1, 2)
         stats[:, :, rows] = torch.cat((most, total), -1).flatten(1, 2)
     return out, stats
 
@@ -52,8 +52,8 @@ def masked_backward(
         most, total = stats[:, :, rows].unflatten(1, heads).split(1, -1)
         weights = torch.exp(scores - make_finite(most)) / total.clamp(min=1)
         of_result = given.unflatten(1, heads)
-        drawn = (given * result).sum(-1, keepdim=True).unflatten(1, heads)
-        of_scores = weights * (sight.drop(of_result @ values[..., keys, :].mT, rows) - drawn)
+        products = (given * result).sum(-1, keepdim=True).unflatten(1, heads)
+        of_scores = weights * (sight.drop(of_result @ values[..., keys, :].mT, rows) - products)
         if of_mask is not None:
             part = of_mask[..., keys] if of_mask.shape[2] == 1 else of_mask[:, :, rows, keys]
             part += of_scores.flatten(1, 2).sum_to_size(part.shape)

@@ -1,9 +1,9 @@
 """PyTorch's gradient norms for sharded parameters: the norm of full weights.
 
 `torch.nn.utils.clip_grad_norm_` and `get_total_norm` get the gradients of this rank's shards. With the norm of these
-alone, each rank would scale replicated weights by another factor. PyTorch's clipping, and that of libraries built on
+alone, each rank would scale replicated weights by another factor. PyTorch's clipping, and libraries built on
 it, calls one function for the norm; from the first sharded parameter on, this function sums over ranks. It refuses all
-gradients of a pipeline's stage, because a stage without gradients would not take part.
+gradients of a pipeline's stage, because a stage without gradients would not call it.
 """
 
 from __future__ import annotations

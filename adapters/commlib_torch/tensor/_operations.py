@@ -52,11 +52,11 @@ def describe_call(called: FunctionCall) -> Found:
     if not called.inputs:
         return {"kind": "constant"}
     describe = _OPERATIONS.get(called.name)
-    found = describe(called) if describe is not None else None
-    equation = None if found is None else found.get("equation")
-    if found is None or (equation is not None and len(equation.inputs) != len(found.get("inputs", called.inputs))):
+    fields = describe(called) if describe is not None else None
+    equation = None if fields is None else fields.get("equation")
+    if fields is None or (equation is not None and len(equation.inputs) != len(fields.get("inputs", called.inputs))):
         return {"kind": "unknown"}  # it has unknown arguments, such as values that diff prepends
-    return found
+    return fields
 
 
 def _equation(equation: Equation | None, **more: Any) -> Found | None:
@@ -64,13 +64,13 @@ def _equation(equation: Equation | None, **more: Any) -> Found | None:
 
 
 def _pointwise(called: FunctionCall) -> Found | None:
-    if called.name in ("to", "type", "type_as"):  # only dtype and device are those of the other tensor
+    if called.name in ("to", "type", "type_as"):  # only dtype and device come from the other tensor
         return _equation(equations.pointwise(called.shape), inputs=called.inputs[:1])
     shapes = [tuple(tensor.shape) for tensor in called.inputs]
     results = [tuple(tensor.shape) for tensor in called.outputs[:1]]  # of an expanded tensor
-    found = equations.pointwise(*shapes, *results)
-    asked = called.rest("size") if called.name in ("expand", "broadcast_to") else ()
-    return _equation(Equation(found.inputs[: len(shapes)], found.output), asked=tuple(asked))
+    equation = equations.pointwise(*shapes, *results)
+    lengths = called.rest("size") if called.name in ("expand", "broadcast_to") else ()
+    return _equation(Equation(equation.inputs[: len(shapes)], equation.output), asked=tuple(lengths))
 
 
 def _dropout(called: FunctionCall) -> Found | None:
@@ -98,8 +98,8 @@ def _rolled(called: FunctionCall) -> Found | None:
 def _normalized(called: FunctionCall) -> Found | None:
     """layer_norm and rms_norm: (x, shape, weight, bias)."""
     rank, count = len(called.shape), len(called.argument(1, "normalized_shape"))
-    found = equations.pointwise(*(tuple(tensor.shape) for tensor in called.inputs))
-    return _equation(Equation(found.inputs, found.output, frozenset(range(rank - count, rank))))
+    equation = equations.pointwise(*(tuple(tensor.shape) for tensor in called.inputs))
+    return _equation(Equation(equation.inputs, equation.output, frozenset(range(rank - count, rank))))
 
 
 def _reduced(called: FunctionCall, place: int = 1, default: int | None = None) -> Found | None:
@@ -108,8 +108,8 @@ def _reduced(called: FunctionCall, place: int = 1, default: int | None = None) -
     given = called.argument(place, "dim", called.options.get("axis", default))
     whole = given is None or isinstance(given, bool)  # settings of a variance estimate
     dims = range(len(called.shape)) if whole else (given,) if isinstance(given, int) else given
-    kept = any(len(tensor.shape) == len(called.shape) for tensor in called.outputs)
-    return _equation(equations.reduction(called.shape, dims or range(len(called.shape)), kept=kept))
+    keeps_dims = any(len(tensor.shape) == len(called.shape) for tensor in called.outputs)
+    return _equation(equations.reduction(called.shape, dims or range(len(called.shape)), kept=keeps_dims))
 
 
 def _pooled(called: FunctionCall) -> Found | None:
@@ -152,9 +152,9 @@ def _loss(called: FunctionCall) -> Found | None:
 
 
 def _viewed(called: FunctionCall, dims: Sequence[int]) -> Found | None:
-    found = equations.selection(len(called.shape), dims)
+    equation = equations.selection(len(called.shape), dims)
     places = ((),) * (len(called.inputs) - 1)  # numbers, which match no dimension of the result
-    return _equation(Equation((*found.inputs, *places), found.output, found.needs))
+    return _equation(Equation((*equation.inputs, *places), equation.output, equation.needs))
 
 
 def _transpose(called: FunctionCall) -> Found | None:
@@ -181,18 +181,18 @@ def _unsqueeze(called: FunctionCall) -> Found | None:
 def _squeeze(called: FunctionCall) -> Found | None:
     given = called.argument(1, "dim")
     rank = len(called.shape)
-    asked = range(rank) if given is None else [dim % rank for dim in ((given,) if isinstance(given, int) else given)]
-    return _viewed(called, [dim for dim in range(rank) if dim not in asked or called.shape[dim] != 1])
+    dims = range(rank) if given is None else [dim % rank for dim in ((given,) if isinstance(given, int) else given)]
+    return _viewed(called, [dim for dim in range(rank) if dim not in dims or called.shape[dim] != 1])
 
 
 def _selected(called: FunctionCall) -> Found | None:
     dims = list(range(len(called.shape)))
     dim = called.argument(1, "dim") % len(dims)
-    found = _viewed(called, [-1 if at == dim else at for at in dims if called.name != "select" or at != dim])
+    fields = _viewed(called, [-1 if at == dim else at for at in dims if called.name != "select" or at != dim])
     start, length = called.argument(2, "start"), called.argument(3, "length")
-    if found is None or called.name != "narrow" or not (isinstance(start, int) and isinstance(length, int)):
-        return found
-    return {**found, "kind": "piece", "dim": dim, "asked": (start, start + length)}
+    if fields is None or called.name != "narrow" or not (isinstance(start, int) and isinstance(length, int)):
+        return fields
+    return {**fields, "kind": "piece", "dim": dim, "asked": (start, start + length)}
 
 
 def _picked(called: FunctionCall) -> Found | None:
@@ -224,11 +224,11 @@ def _picked(called: FunctionCall) -> Found | None:
             if ends := _ends(part):
                 pieces.append((at, *ends))
             at += 1
-    found = _viewed(called, dims)
+    fields = _viewed(called, dims)
     own = [(dim, first, last) for dim, first, last in pieces if dim not in dims]
-    if found is None or len(own) != 1 or dims.count(-1) != 1 or len(dims) != len(called.shape):
-        return found
-    return {**found, "kind": "piece", "dim": own[0][0], "asked": own[0][1:]}
+    if fields is None or len(own) != 1 or dims.count(-1) != 1 or len(dims) != len(called.shape):
+        return fields
+    return {**fields, "kind": "piece", "dim": own[0][0], "asked": own[0][1:]}
 
 
 def _ends(part: Any) -> tuple[int, int] | None:
@@ -255,29 +255,29 @@ def _repeated(called: FunctionCall) -> Found | None:
     every = range(len(called.shape))
     if len(called.inputs) > 1:
         return _viewed(called, [-1 if at == dim % len(every) else at for at in every])
-    found, times = _viewed(called, every), called.argument(1, "repeats")
-    if found is not None and called.lengths:
-        found["asked"] = tuple(called.lengths[at] * times if at == dim % len(every) else -1 for at in every)
-    return found
+    fields, times = _viewed(called, every), called.argument(1, "repeats")
+    if fields is not None and called.lengths:
+        fields["asked"] = tuple(called.lengths[at] * times if at == dim % len(every) else -1 for at in every)
+    return fields
 
 
 def _reshape(called: FunctionCall) -> Found | None:
-    asked: tuple[Any, ...] = ()
+    lengths: tuple[Any, ...] = ()
     if called.name in ("view", "reshape"):
-        asked = called.rest("shape") or called.rest("size")
+        lengths = called.rest("shape") or called.rest("size")
     elif called.name == "unflatten":
         dim, sizes = called.argument(1, "dim") % len(called.shape), tuple(called.argument(2, "sizes"))
-        asked = (*called.shape[:dim], *sizes, *called.shape[dim + 1 :])
-    if asked and not all(isinstance(length, int) for length in asked):
+        lengths = (*called.shape[:dim], *sizes, *called.shape[dim + 1 :])
+    if lengths and not all(isinstance(length, int) for length in lengths):
         return _pointwise(called)  # another dtype
-    return {"kind": "reshape", "asked": tuple(asked)}
+    return {"kind": "reshape", "asked": tuple(lengths)}
 
 
 def _split(called: FunctionCall) -> Found | None:
     given = called.argument(1, "split_size_or_sections", called.options.get("split_size"))
     if called.name in ("split", "split_with_sizes"):
-        asked = (given,) if isinstance(given, int) else tuple(given)
-        return {"kind": "split", "dim": called.argument(2, "dim", 0), "asked": asked}
+        lengths = (given,) if isinstance(given, int) else tuple(given)
+        return {"kind": "split", "dim": called.argument(2, "dim", 0), "asked": lengths}
     place = 1 if called.name in ("unbind", "__iter__") else 2
     return {"kind": "split", "dim": called.argument(place, "dim", 0)}
 
@@ -294,12 +294,12 @@ def _product(called: FunctionCall) -> Found | None:
 def _added_product(called: FunctionCall) -> Found | None:
     """baddbmm: (added, left, right)."""
     added, left, right = (tuple(tensor.shape) for tensor in called.inputs)
-    found = equations.product(left, right)
-    first = len(found.output) - len(added)
+    equation = equations.product(left, right)
+    first = len(equation.output) - len(added)
     labels = tuple(
-        ~found.output[first + at] if length == 1 else found.output[first + at] for at, length in enumerate(added)
+        ~equation.output[first + at] if length == 1 else equation.output[first + at] for at, length in enumerate(added)
     )
-    return _equation(Equation((labels, *found.inputs), found.output, found.needs))
+    return _equation(Equation((labels, *equation.inputs), equation.output, equation.needs))
 
 
 def _einsum(called: FunctionCall) -> Found | None:
@@ -314,16 +314,16 @@ def _linear(called: FunctionCall) -> Found | None:
 
 def _attention(called: FunctionCall) -> Found | None:
     shapes = [tuple(tensor.shape) for tensor in called.inputs]
-    found = equations.attention(*shapes[:3])
+    equation = equations.attention(*shapes[:3])
     masks: list[tuple[int, ...]] = []
     for shape in shapes[3:]:
-        scores = (*found.inputs[0][:-1], found.inputs[1][-2])
+        scores = (*equation.inputs[0][:-1], equation.inputs[1][-2])
         first = len(scores) - len(shape)
         masks.append(
             tuple(~scores[first + at] if length == 1 else scores[first + at] for at, length in enumerate(shape))
         )
     draws = called.argument(4, "dropout_p", 0.0) > 0
-    return _equation(Equation((*found.inputs, *masks), found.output, found.needs), draws=draws)
+    return _equation(Equation((*equation.inputs, *masks), equation.output, equation.needs), draws=draws)
 
 
 _FILLED = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")

@@ -19,19 +19,19 @@ def substitute_weights(model: nn.Module, names: Collection[str]) -> Iterator[Non
 
     A tensor saved for a backward keeps its old values.
     """
-    found = [(name, parameter) for name, parameter in model.named_parameters() if name in names]
+    weights = [(name, parameter) for name, parameter in model.named_parameters() if name in names]
     with DisableTorchFunction():  # another trace may be recording
-        before = [parameter.data for _, parameter in found]
+        before = [parameter.data for _, parameter in weights]
     try:
         with DisableTorchFunction():
-            for name, parameter in found:
+            for name, parameter in weights:
                 shard = shard_of(parameter)
                 whole = make_placeholder(name, parameter.shape if shard is None else shard.sharding.shape)
                 parameter.data = torch.from_numpy(whole if shard is None else shard.own(whole)).to(parameter.data)
         yield
     finally:
         with DisableTorchFunction():
-            for (_, parameter), data in zip(found, before, strict=True):
+            for (_, parameter), data in zip(weights, before, strict=True):
                 parameter.data = data
 
 

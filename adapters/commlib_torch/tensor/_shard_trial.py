@@ -31,9 +31,9 @@ def try_on_shards(style: Style | None, module: nn.Module, args: Any, options: An
     """
     if not isinstance(style, styles.Sequence):
         return {}
-    found = _try_parts(module, args, options, style.dim)
-    if found is not None:
-        return {"untold": found} if found else {}
+    fields = _try_parts(module, args, options, style.dim)
+    if fields is not None:
+        return {"untold": fields} if fields else {}
     given = next(one for one in tree_leaves((args, options)) if isinstance(one, Tensor))
     return {"equation": dimwise(tuple(given.shape), (style.dim % given.dim(),))}
 
@@ -54,8 +54,8 @@ def _try_parts(module: nn.Module, args: Any, options: Any, dim: int) -> str | No
         quiet = _NoDropout(new[0].numel())
         with torch.enable_grad(), replace_attribute(moves, "redistribute", refuse_move), quiet:
             copies = {id(one): other.clone() for one, other in zip(given, new, strict=True)}  # it may write to them
-            found = module.forward(*replace_tensors(tuple(args), copies), **replace_tensors(dict(options), copies))
-            results = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+            output = module.forward(*replace_tensors(tuple(args), copies), **replace_tensors(dict(options), copies))
+            results = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
             ends = [one for one in results if one.requires_grad]
             begin = [torch.cos(3 * one.detach() + 1) for one in ends]
             gradients = torch.autograd.grad(ends, learned, begin, materialize_grads=True) if ends and learned else ()

@@ -40,7 +40,7 @@ def check_division(what: str, module: nn.Module, shardings: Mapping[str, Shardin
 
 
 def _check_reduced(what: str, parameter: nn.Parameter) -> None:
-    """Raise UsageError for a parameter whose gradients are already reduced as those of the full weight."""
+    """Raise UsageError for a parameter whose gradients are already reduced like a full weight's."""
     if shard_of(parameter) is None:
         for member in backward_passes.members:
             if member.comm.size > 1 and parameter in member:
@@ -119,7 +119,7 @@ def _end_graphs(what: str, parameter: Tensor) -> None:
 
 
 def describe_everywhere(model: nn.Module) -> None:
-    """Tell modules that refer to a sharded parameter, for example a tied bias, which shard it holds."""
+    """Mark modules that refer to a sharded parameter, for example a tied bias, with its shard."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             shard = shard_of(parameter)
@@ -151,10 +151,10 @@ class _FirstUse:
             return
         self.handle.remove()
         tensors = [one for one in args if isinstance(one, Tensor)]
-        said = {"style": getattr(module, "style", None), **self._options}
-        said |= {f"dtype of {name}": one.dtype for name, one in module.named_parameters()}
-        said |= {f"input {at}": f"{one.dtype}, {one.dim()} dimensions" for at, one in enumerate(tensors)}
-        self._agreement.settle("first used", said)
+        settings = {"style": getattr(module, "style", None), **self._options}
+        settings |= {f"dtype of {name}": one.dtype for name, one in module.named_parameters()}
+        settings |= {f"input {at}": f"{one.dtype}, {one.dim()} dimensions" for at, one in enumerate(tensors)}
+        self._agreement.settle("first used", settings)
 
 
 def take_own_when_loaded(module: nn.Module) -> None:

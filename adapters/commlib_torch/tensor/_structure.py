@@ -20,7 +20,7 @@ def structure_of(
 
     closely: modules whose string and integer attributes are included. without: excluded modules.
     """
-    found = ModelSignature()
+    signature = ModelSignature()
     for name, module in model.named_modules():
         if module in without:
             continue
@@ -32,8 +32,8 @@ def structure_of(
         if kind.extra_repr.__module__.startswith(_PYTORCHS) and not kind.__module__.startswith(_OURS):
             settings["settings"] = f"({module.extra_repr()})"
         frozen = [one for one, weight in module._parameters.items() if weight is not None and not weight.requires_grad]
-        found.add(f"module {name}" if name else "the model", kind, {**settings, "frozen": frozen}, own)
-    return found
+        signature.add(f"module {name}" if name else "the model", kind, {**settings, "frozen": frozen}, own)
+    return signature
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

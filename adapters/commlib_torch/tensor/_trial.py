@@ -46,10 +46,10 @@ def gradients(function: Callable[..., Any], args: Sequence[Any], of: Sequence[Te
             results = [one for one in results if isinstance(one, Tensor) and one.requires_grad]
             if not results:
                 return [torch.zeros_like(one) for one in of]
-            found = torch.autograd.grad(
+            derivatives = torch.autograd.grad(
                 results, wanted, [one.detach() + 1 for one in results], allow_unused=True, materialize_grads=True
             )
-            return [one.detach() for one in found]
+            return [one.detach() for one in derivatives]
     except Exception:
         return [torch.full_like(one, torch.nan) for one in of]
 

@@ -1,4 +1,4 @@
-"""Tensor values: all ranks of a communicator take those of its rank 0."""
+"""Tensor values: all ranks of a communicator take rank 0's values."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ColumnAttention(ShardedModule, nn.MultiheadAttention):
     """An `nn.MultiheadAttention` with sharded heads: each rank has some of them; their outputs are summed.
 
     Arguments and results are those of `nn.MultiheadAttention`, with its values for the same seed. Inputs are unsharded
-    on every rank, or sharded along `sequence`; the output has the same layout. Masks are those of full sequences and
+    on every rank, or sharded along `sequence`; the output has the same layout. Masks are of full sequences and
     all heads. Attention weights are returned for all heads, too: pass need_weights=False to save a reduction.
 
     Args:
@@ -92,7 +92,7 @@ class ColumnAttention(ShardedModule, nn.MultiheadAttention):
         if query.is_nested:
             raise UsageError("ColumnAttention: nested tensors are not supported: pass padded ones and key_padding_mask")
         if is_causal and attn_mask is None:
-            raise UsageError("ColumnAttention: is_causal says that attn_mask is causal: pass attn_mask, too")
+            raise UsageError("ColumnAttention: is_causal means that attn_mask is causal: pass attn_mask, too")
         for mask in (attn_mask, key_padding_mask):
             if mask is not None:
                 note_input(self, mask, "the mask")
@@ -109,9 +109,9 @@ class ColumnAttention(ShardedModule, nn.MultiheadAttention):
         scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
         weights = torch.softmax(scores if mask is None else scores + mask, -1)
         weights = dropout(weights, self.dropout, self.training, self.axis)
-        found = self._output(weights @ v, query.dim())
+        output = self._output(weights @ v, query.dim())
         weights = self._gather_weights(weights, average_attn_weights)
-        return found, weights if query.dim() == 3 else weights.squeeze(0)
+        return output, weights if query.dim() == 3 else weights.squeeze(0)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """Return this rank's features of Q, K and V; inputs that are one tensor are redistributed once."""
@@ -125,8 +125,8 @@ class ColumnAttention(ShardedModule, nn.MultiheadAttention):
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         # Equal inputs in sequence share one redistribution.
         order = sorted(range(3), key=lambda at: next(first for first in range(3) if inputs[first] is inputs[at]))
-        found = {at: product(inputs[at], weights[at], biases[at], axis, sequence, self) for at in order}
-        return found[0], found[1], found[2]
+        projections = {at: product(inputs[at], weights[at], biases[at], axis, sequence, self) for at in order}
+        return projections[0], projections[1], projections[2]
 
     def _as_heads(self, x: Tensor) -> Tensor:
         """Return features of heads as (batch, heads, tokens, features of a head)."""
@@ -141,8 +141,8 @@ class ColumnAttention(ShardedModule, nn.MultiheadAttention):
             x = x.squeeze(0).transpose(0, 1)
         else:
             x = x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)
-        found: Tensor = self.out_proj(x.flatten(-2))
-        return found
+        output: Tensor = self.out_proj(x.flatten(-2))
+        return output
 
     def _append_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return K or V with the rows that `add_bias_kv` and `add_zero_attn` append."""

@@ -1,8 +1,8 @@
 """Attention kernels: attention over a block of keys with its log-sum-exp, and its gradients, per device.
 
-PyTorch has no public function that returns the log-sum-exp, or accepts that of all keys in the backward. So these call
-the operators that `scaled_dot_product_attention` itself runs. If there is none, or if it fails a test, matrix products
-are used.
+PyTorch has no public function that returns the log-sum-exp, or accepts the log-sum-exp of all keys in the backward.
+So these call the operators that `scaled_dot_product_attention` itself runs. If there is none, or if it fails a
+test, matrix products are used.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class EfficientAttention:
     _ALIGNED, _ROWS = 8, 32
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        width, (q, k, v) = q.shape[-1], self._taken(q, k, v)
+        width, (q, k, v) = q.shape[-1], self._padded(q, k, v)
         out, lse, *_ = self._forward(q, k, v, None, True, 0.0, causal, scale=scale)
         return out[..., :width], lse[..., : q.shape[2]]
 
@@ -76,7 +76,7 @@ class EfficientAttention:
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, served, width = k.shape[1], q.shape[1] // k.shape[1], q.shape[-1]
-        q, k, v = self._taken(q, k, v)
+        q, k, v = self._padded(q, k, v)
         gradient, out = self._aligned(gradient), self._aligned(out).transpose(1, 2).contiguous().transpose(1, 2)
         lse = pad(lse, (0, -lse.shape[-1] % self._ROWS), value=torch.inf).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout state: there is no dropout
@@ -88,7 +88,7 @@ class EfficientAttention:
             of_k, of_v = (x.unflatten(1, (heads, served)).sum(2) for x in (of_k, of_v))
         return of_q, of_k, of_v
 
-    def _taken(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _padded(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         served = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(served, 1) if served > 1 else x for x in (k, v))
         return self._aligned(q), self._aligned(k), self._aligned(v)
@@ -162,15 +162,15 @@ def choose_kernel(q: Tensor) -> AttentionKernel:
 @lru_cache
 def _find_cuda_kernel(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     """Return CUDA's operators if they pass a test: they are private to PyTorch and may change."""
-    found = EfficientAttention()
-    why = trial(found, device, dtype)
+    kernel = EfficientAttention()
+    why = trial(kernel, device, dtype)
     if not why:
-        return found
+        return kernel
     log.warning("ring attention uses matrix products on %s in %s, which are slower: %s", device, dtype, why)
     return _PRODUCTS
 
 
-def trial(found: AttentionKernel, device: torch.device, dtype: torch.dtype) -> str:
+def trial(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype) -> str:
     """Describe how a kernel differs from matrix products on a device, or its error; "" if it is right.
 
     Not collective: ranks may use different kernels.
@@ -183,17 +183,17 @@ def trial(found: AttentionKernel, device: torch.device, dtype: torch.dtype) -> s
     for causal, keys in ((True, 37), (False, 70)):
         q, k, v, gradient = drawn(4, 37), drawn(2, keys), drawn(2, keys), drawn(4, 37)
         try:
-            out, lse = found.forward(q, k, v, causal, 0.3)
+            out, lse = kernel.forward(q, k, v, causal, 0.3)
             wanted, of_all = _PRODUCTS.forward(q, k, v, causal, 0.3)
             further = of_all + 0.5  # as if there were more keys
-            got = (out, lse, *found.backward(gradient, q, k, v, wanted, further, causal, 0.3))
+            results = (out, lse, *kernel.backward(gradient, q, k, v, wanted, further, causal, 0.3))
             right = (wanted, of_all, *_PRODUCTS.backward(gradient, q, k, v, wanted, further, causal, 0.3))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             return str(error)
-        for what, one, other in zip(("results", "log-sum-exp", "of q", "of k", "of v"), got, right, strict=True):
+        for what, one, other in zip(("results", "log-sum-exp", "of q", "of k", "of v"), results, right, strict=True):
             if one.shape != other.shape:
                 return f"{what}: shape {tuple(one.shape)}, expected {tuple(other.shape)}"
-            apart = float((one.double() - other.double()).abs().max())
-            if not apart <= near * max(1.0, float(other.double().abs().max())):
-                return f"{what} differ by {apart:.2g}"
+            difference = float((one.double() - other.double()).abs().max())
+            if not difference <= near * max(1.0, float(other.double().abs().max())):
+                return f"{what} differ by {difference:.2g}"
     return ""

@@ -69,7 +69,7 @@ def attention(
     Args:
         q: (batch, heads, this rank's tokens, head_dim); k and v alike, or with fewer heads, each of which serves
             several heads of q.
-        k: Keys, like `q`, or with fewer heads, each of which serves several heads of `q`.
+        k: Keys, like `q`, or with fewer heads; each serves several heads of `q`.
         v: Values, like `k`; head_dim may be another.
         ranks: The ranks of the axis, such as `mesh["cp"]`.
         causal: A token sees itself and earlier tokens of the full sequence.
@@ -89,7 +89,7 @@ def attention(
             sequence. "all_to_all" (Ulysses): a rank gets the full sequence of some heads, by two all-to-alls; with
             fewer heads of q than ranks, some ranks idle. Only "all_to_all" uses an axis' codec.
         dropout_p: The share of dropped weights, 0 in evaluation.
-        seed: The seed of dropout; by default a number from PyTorch's generator, which each rank draws; that of the
+        seed: The seed of dropout; by default a number from PyTorch's generator, which each rank draws; the one of the
             axis' first rank counts. The same weights are dropped on any number of ranks, by both methods, and in
             recomputation. Heads sharded among other ranks with the same stream, such as those along "tp", have equal
             dropout: call it within `streams.divided(mesh["tp"])`.
@@ -139,9 +139,9 @@ def _describe_arguments(x: Tensor | None) -> TensorInfo:
 def _axis_of(ranks: AxisRanks) -> ParallelAxis:
     if isinstance(ranks, ParallelAxis):
         return ranks
-    found = axis_of(ranks, WHAT)
-    found.threads = torch.get_num_threads()
-    return found
+    axis = axis_of(ranks, WHAT)
+    axis.threads = torch.get_num_threads()
+    return axis
 
 
 def _cast(x: Tensor) -> Tensor:
@@ -156,14 +156,14 @@ def whole_mask(
     mask: Tensor | None, key_mask: Tensor | None, axis: ParallelAxis, layout: SequenceLayout
 ) -> Tensor | None:
     """Return the mask of this rank's queries, with four dimensions, or None. Collective if there is a key mask."""
-    found = None
+    whole = None
     if mask is not None:
-        found = take_ranges(mask[(None,) * (4 - mask.dim())], layout.by_rank, 3)
+        whole = take_ranges(mask[(None,) * (4 - mask.dim())], layout.by_rank, 3)
     if key_mask is None:
-        return found
+        return whole
     keys = redistribute(key_mask.byte(), ParallelAxis(axis.comm), gather(1, lengths=layout.counts)).bool()[
         :, None, None
     ]
-    if found is None:
+    if whole is None:
         return keys
-    return found & keys if found.dtype is torch.bool else found.masked_fill(~keys, -torch.inf)
+    return whole & keys if whole.dtype is torch.bool else whole.masked_fill(~keys, -torch.inf)

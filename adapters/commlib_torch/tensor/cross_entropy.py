@@ -75,14 +75,14 @@ def vocabulary_cross_entropy(
     )
     rows, words = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).long()
     is_ignored = words == ignore_index
-    said = {
+    options = {
         "dtype": logits.dtype, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
         "reduction": reduction, "vocabulary": vocabulary,
     }  # fmt: skip
     if weight is not None:
         weight = weight.detach().to(logits.device, torch.promote_types(logits.dtype, torch.float32))
     losses: Tensor = _Losses.apply(  # type: ignore[no-untyped-call]
-        rows, words, is_ignored, weight, shared, label_smoothing, vocabulary, said
+        rows, words, is_ignored, weight, shared, label_smoothing, vocabulary, options
     )
     if reduction == "none":
         return losses.reshape(target.shape)
@@ -114,9 +114,9 @@ class _Losses(Function):
         if smoothing:
             sums.append(x.sum(-1) if own_weight is None else x @ own_weight)
         sums.append(x.exp_().sum(-1))
-        said = torch.stack(sums)
-        _reduce(said, axis, "sum")
-        x /= said[-1].unsqueeze(-1)
+        message = torch.stack(sums)
+        _reduce(message, axis, "sum")
+        x /= message[-1].unsqueeze(-1)
         # Factors of the target's term, and of the logarithm of the sum.
         ctx.each = smoothing / sum(counts)
         of_target: Any = 1 - smoothing
@@ -124,13 +124,13 @@ class _Losses(Function):
         if weight is not None:
             of_target = of_target * _target_weights(weight, target, is_ignored)
             of_all = of_target + ctx.each * weight.sum() if smoothing else of_target
-        losses = said[-1].log() * of_all - of_target * said[0]
+        losses = message[-1].log() * of_all - of_target * message[0]
         if smoothing:
-            losses -= ctx.each * said[1]
+            losses -= ctx.each * message[1]
         ctx.save_for_backward(x, own, is_own, is_ignored, own_weight)
         ctx.dtype, ctx.of_target, ctx.of_all = logits.dtype, of_target, of_all
-        found: Tensor = losses.masked_fill_(is_ignored, 0)
-        return found
+        masked: Tensor = losses.masked_fill_(is_ignored, 0)
+        return masked
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,11 +140,11 @@ class _Losses(Function):
             )
         softmax, own, is_own, is_ignored, weight = ctx.saved_tensors
         scale = gradient.masked_fill(is_ignored, 0)
-        found = softmax * (scale * ctx.of_all).unsqueeze(-1)
-        found.scatter_add_(-1, own, (scale * is_own * -ctx.of_target).unsqueeze(-1))
+        gradient_of_x = softmax * (scale * ctx.of_all).unsqueeze(-1)
+        gradient_of_x.scatter_add_(-1, own, (scale * is_own * -ctx.of_target).unsqueeze(-1))
         if ctx.each:
-            found -= (scale * ctx.each).unsqueeze(-1) * (1 if weight is None else weight)
-        return found.to(ctx.dtype), None, None, None, None, None, None, None
+            gradient_of_x -= (scale * ctx.each).unsqueeze(-1) * (1 if weight is None else weight)
+        return gradient_of_x.to(ctx.dtype), None, None, None, None, None, None, None
 
 
 def _target_weights(weight: Tensor, target: Tensor, is_ignored: Tensor) -> Tensor:
@@ -163,15 +163,15 @@ def _shared_maximum(
     rows, most = min(ROWS, len(x)), x.amax(-1)
     lines = [f"{name}: {value}" for name, value in options.items()]
     own = torch.tensor([x.shape[-1], digest_of(lines) % 2**24], dtype=x.dtype)  # exact up to 2^24 tokens on a rank
-    told = x.new_zeros(3, axis.size)
-    told[:2, axis.rank], told[2, axis.rank] = own.to(x.device), _digest(target, weight)
-    said = torch.cat((most, told.reshape(-1), -most[:rows]))
+    by_rank = x.new_zeros(3, axis.size)
+    by_rank[:2, axis.rank], by_rank[2, axis.rank] = own.to(x.device), _digest(target, weight)
+    message = torch.cat((most, by_rank.reshape(-1), -most[:rows]))
     try:
-        _reduce(said, axis, "max")
+        _reduce(message, axis, "max")
     except MismatchError as error:
         raise different_logits(axis, options["dtype"], len(x), error) from error
-    least = said[len(said) - rows :]
-    numbers = torch.cat((said[len(x) : len(said) - rows], said[:rows], least)).tolist()
+    least = message[len(message) - rows :]
+    numbers = torch.cat((message[len(x) : len(message) - rows], message[:rows], least)).tolist()
     counts, *digests = (numbers[at * axis.size : (at + 1) * axis.size] for at in range(3))
     if any(len(set(theirs)) > 1 for theirs in digests):
         lines += [f"weight: {'none' if weight is None else int(_digest(weight, None))}"]
@@ -180,7 +180,7 @@ def _shared_maximum(
     highest, lowest = numbers[3 * axis.size : 3 * axis.size + rows], numbers[3 * axis.size + rows :]
     if options["vocabulary"] is None and axis.size > 1 and rows and highest == [-low for low in lowest]:
         refuse_whole(axis, host_array(x[:rows, :: stride(x.shape[-1])]), x.shape[-1])
-    return said[: len(x)], [int(count) for count in counts]
+    return message[: len(x)], [int(count) for count in counts]
 
 
 def _digest(x: Tensor, other: Tensor | None) -> Tensor:

@@ -84,11 +84,11 @@ class VocabularyEmbedding(ShardedLayer, nn.Embedding):
                 F.embedding(own[~is_foreign], self.weight, None, self.max_norm, self.norm_type)
         padding = None if self.padding_idx is None else self.padding_idx - self.first
         has_padding = padding is not None and 0 <= padding < self.last - self.first
-        found = F.embedding(own, self.weight, padding if has_padding else None)
-        found = found.masked_fill(is_foreign.unsqueeze(-1), 0)
+        rows = F.embedding(own, self.weight, padding if has_padding else None)
+        rows = rows.masked_fill(is_foreign.unsqueeze(-1), 0)
         sequence = self.style.sequence
         move = REDUCE if sequence is None else moves.reduce_scatter(sequence)
-        return redistribute(found, self.axis, move, may_write=True, layer=self)
+        return redistribute(rows, self.axis, move, may_write=True, layer=self)
 
     def _fill_padding_idx_with_zero(self) -> None:
         """Zero the row of the padding, on the rank that has it; `reset_parameters` calls this."""
@@ -152,5 +152,5 @@ class ColumnEmbedding(ShardedLayer, nn.Embedding):
         note_input(self, words, sequence=self.style.sequence)
         if self.style.sequence is not None:
             words = redistribute(words, self.axis, moves.gather(self.style.sequence))
-        found = super().forward(words)
-        return gather_outputs(found, self.axis, self.sharding, layer=self) if self.style.gather else found
+        output = super().forward(words)
+        return gather_outputs(output, self.axis, self.sharding, layer=self) if self.style.gather else output

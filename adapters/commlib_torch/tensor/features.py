@@ -20,9 +20,9 @@ from commlib_torch.tensor.moves import redistribute
 
 
 class FeatureLayer(ShardedLayer):
-    """A layer with weights and moments per feature: a rank has only those of its features.
+    """A layer with weights and moments per feature: a rank has only its features.
 
-    Numbers of the layer, such as `num_features`, are those of the unsharded layer.
+    Numbers of the layer, such as `num_features`, are the unsharded layer's.
     """
 
     style: Sequence
@@ -64,8 +64,8 @@ class FeatureLayer(ShardedLayer):
 
     def of_part(self, x: Tensor) -> Tensor:
         """Return the layer's output for its shard of the features, regardless of its numbers."""
-        found: Tensor = super().forward(x)
-        return found
+        output: Tensor = super().forward(x)
+        return output
 
 
 class FeatureGroupNorm(FeatureLayer, nn.GroupNorm):
@@ -84,10 +84,10 @@ class FeatureInstanceNorm(FeatureLayer):
         """Return the norm of a batch, or of a single instance."""
         by_itself, share = self.training or not self.track_running_stats, self.momentum or 0.0
         batch = x.unsqueeze(0) if feature_dim(self, x.dim()) == 0 else x
-        found = F.instance_norm(
+        output = F.instance_norm(
             batch, self.running_mean, self.running_var, self.weight, self.bias, by_itself, share, self.eps
         )
-        return found.view_as(x)
+        return output.view_as(x)
 
 
 class FeatureBatchNorm1d(FeatureLayer, nn.BatchNorm1d):
@@ -115,7 +115,7 @@ class FeatureInstanceNorm3d(FeatureInstanceNorm, nn.InstanceNorm3d):
 
 
 class FeaturePReLU(FeatureLayer, nn.PReLU):
-    """A PReLU with one slope per feature; a rank has those of its features."""
+    """A PReLU with one slope per feature; a rank has its features' slopes."""
 
 
 FEATURE_LAYERS: dict[type[nn.Module], type[FeatureLayer]] = {

@@ -63,9 +63,9 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
         raise UsageError(f"plan: {name} has a forward set on the object, over that of its class: shard the model first")
     if isinstance(style, Replicate):
         return subclass_around(ReplicatedLayer, plain)  # type: ignore[arg-type]  # types have a hash
-    found = _LAYERS.get((plain, type(style)))
-    if found is not None and (not issubclass(found, FeatureLayer) or has_features(module)):
-        return found
+    match = _LAYERS.get((plain, type(style)))
+    if match is not None and (not issubclass(match, FeatureLayer) or has_features(module)):
+        return match
     if is_transposed(module) and isinstance(style, Column | Row):
         return subclass_around(ColumnTransposed if isinstance(style, Column) else RowTransposed, plain)  # type: ignore[arg-type]
     if isinstance(module, nn.Linear) and (known := _LAYERS.get((nn.Linear, type(style)))) and is_plain_linear(module):
@@ -79,9 +79,9 @@ def find_layer(name: str, module: nn.Module, style: Style) -> type[nn.Module]:
     raise no_layer(name, plain, style, _LAYERS)
 
 
-def check_layers(found: Iterable[tuple[str, Any, Style, Any]], division: Divisibility) -> None:
+def check_layers(layers: Iterable[tuple[str, Any, Style, Any]], division: Divisibility) -> None:
     """Raise UsageError unless all (name, module, style, new class) can be sharded together."""
-    for name, module, style, layer in found:
+    for name, module, style, layer in layers:
         if division.is_new(name, module, style) and layer is not type(module):
             check_division(name, module, layer.shardings(module, name, style), division)
             if issubclass(layer, FeatureLayer):  # it may have no weights

@@ -184,10 +184,10 @@ def gather_outputs(out: Tensor, axis: ParallelAxis, sharding: Sharding, dim: int
     return torch.cat([whole.narrow(dim, offsets[rank] + first, last - first) for rank, first, last, _ in pieces], dim)
 
 
-def shape_error(axis: ParallelAxis, came: int, expected: int) -> UsageError:
+def shape_error(axis: ParallelAxis, shape: int, expected: int) -> UsageError:
     """Return the error for a weight that no longer has the shape of this rank's shard."""
     return UsageError(
-        f"a sharded layer on rank {axis.rank} of {axis.comm.name}: its weight has shape {came}, expected {expected}, "
+        f"a sharded layer on rank {axis.rank} of {axis.comm.name}: its weight has shape {shape}, expected {expected}, "
         "this rank's shard: a function such as resize_token_embeddings has replaced its values: call it before the "
         "model is sharded"
     )

@@ -130,12 +130,12 @@ def redistribute(
     try:
         if not (x.requires_grad and torch.is_grad_enabled()):  # as in backward
             return _run(x, axis, move, may_write)[0]
-        found: Tensor = _Redistribute.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
+        result: Tensor = _Redistribute.apply(x, axis, move, may_write)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise explain(error, "sharded layers") from error
     if notes and move.name in ("reduce", "gather"):
-        note_returned(layer, found)
-    return found
+        note_returned(layer, result)
+    return result
 
 
 def _run(x: Tensor, axis: ParallelAxis, move: Redistribute, may_write: bool) -> tuple[Tensor, Redistribute]:

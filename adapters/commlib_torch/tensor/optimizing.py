@@ -1,6 +1,6 @@
 """Optimizer checks for sharded parameters: refuse optimizers that need full weights, before they change anything.
 
-A step is also refused if its GradScaler has asked only this rank, or if it would let ranks diverge. Optimizer state
+A step is also refused if its GradScaler has checked only this rank, or if it would let ranks diverge. Optimizer state
 from before the sharding of a model is sharded, too.
 """
 
@@ -104,16 +104,16 @@ def _settle_state(optimizer: Optimizer) -> None:
 
     A file then identifies its shard. Raises UsageError for loaded state of another shard.
     """
-    for parameter, kept in optimizer.state.items():
+    for parameter, state in optimizer.state.items():
         shard = shard_of(parameter) if isinstance(parameter, Tensor) else None
         if shard is None or tuple(parameter.shape) == shard.sharding.shape:
             continue
-        for key, value in kept.items():
+        for key, value in state.items():
             if not isinstance(value, Tensor):
                 continue
             check_part(f"{key} that {type(optimizer).__name__} keeps", value, shard)
             if tuple(value.shape) == shard.sharding.shape and not shard.is_local:
-                value = kept[key] = to_device_of(shard.own(host_array(value)), value)
+                value = state[key] = to_device_of(shard.own(host_array(value)), value)
             if value.shape == parameter.shape:
                 mark_part(value, shard)
 
@@ -137,9 +137,9 @@ def _check_alike(optimizer: Optimizer) -> None:
     whole = [(name, one) for name, one in named if shard_of(one) is None]
     given = [parameter.grad for _, parameter in whole]
     squares = squares_of([values_of(gradient)[:MOST] for gradient in given if gradient is not None])
-    found = [0.0 if gradient is None else next(squares) for gradient in given]
+    norms = [0.0 if gradient is None else next(squares) for gradient in given]
     names, dtypes = [name for name, _ in whole], [dtype_name(parameter.dtype) for _, parameter in whole]
     for axis in axes:
         watch: AxisWatch | None = axis.watch
         notes = [] if watch is None else watch.taken()
-        check_alike(f"{type(optimizer).__name__}.step", axis, notes, names, found, dtypes)
+        check_alike(f"{type(optimizer).__name__}.step", axis, notes, names, norms, dtypes)

@@ -83,8 +83,8 @@ class ParallelAttention(nn.Module):
         groups, first = (kv[1] - kv[0]) // self.head_width, (kv[0] - self.heads * self.head_width) // self.head_width
         each = self.heads // self.kv_heads
         own = groups * each
-        found = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(-3, -2)
-        q, k, v = found.split((own, groups, groups), -3)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(-3, -2)
+        q, k, v = heads.split((own, groups, groups), -3)
         if mask is not None:
             note_input(self, mask, "the mask")
             mask = self._own(mask, first * each, own)

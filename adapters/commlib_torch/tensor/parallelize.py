@@ -79,39 +79,39 @@ def parallelize(
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
     run_together(axis, lambda: _check_weights(model))
     whole, model = model, unwrap_compiled(model)
-    is_found = isinstance(plan, str)
-    if is_found:  # other models would give other plans
+    is_auto = isinstance(plan, str)
+    if is_auto:  # other models would give other plans
         structure_of(model).compare(axis, "parallelize")
     traced, batch = CheckedModel(model, shared), example if verify is None else verify
     call = run_together(axis, lambda: None if batch is None else arguments_of(batch))
     wanted = find_plan(traced, shared, plan, call, report) if isinstance(plan, str) else _plain(plan)
-    found, numbers, arguments = run_together(axis, lambda: _layers(model, wanted))
+    layers_found, numbers, arguments = run_together(axis, lambda: _layers(model, wanted))
     named: dict[str, Style] = {name: style for name, (_, style) in numbers.items()}
     named |= {name: style for name, (_, style) in arguments.items()}
-    styles = {name: style for name, _, style, _ in found} | named
+    styles = {name: style for name, _, style, _ in layers_found} | named
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [f"{name}: {one.dtype}{_whole_shape(one)}" for name, one in tensors]
     check_agreement(axis, "parallelize", [f"codec {codec}", *lines(styles), *shapes])
 
     def check() -> None:
-        check_layers(found, Divisibility(shared))
+        check_layers(layers_found, Divisibility(shared))
         check_numbers(numbers, axis.size)
 
     run_together(axis, check)
-    if not is_found:
+    if not is_auto:
         structure_of(model).compare(axis, "parallelize")
     checks = None
     with values_of_rank_0([*model.parameters(), *model.buffers()], axis):
         if call is not None:
             first = {module: name for name, module in model.named_modules()}
-            given = {first[module]: style for _, module, style, _ in found} | styles_in(model)
+            given = {first[module]: style for _, module, style, _ in layers_found} | styles_in(model)
             given |= named
             checks = PlanChecks(traced, shared, given, call, divided_output=divided_output)
             if verify is None:
                 checks.compare_numbers()
             else:
                 checks.keep_numbers()
-    for name, module, style, layer in found:
+    for name, module, style, layer in layers_found:
         if layer is not type(module):  # a parameter with several names changes at its first one
             module.__class__ = layer
             module.become(name, shared, style)

@@ -62,7 +62,7 @@ class CheckedModel:
         """The error of its last attempt."""
         self.way: Hashable = None
         """The control-flow path of its last run."""
-        self._stands_in = True
+        self._replaces_zeros = True
 
     def attempt(self, call: Any, styles: Collection[str]) -> tuple[ModelTrace, Exception | None]:
         """Return the model's trace."""
@@ -74,9 +74,9 @@ class CheckedModel:
 
     def run(self, call: Any, styles: Collection[str], outputs: OutputPlacements) -> TracedRun:
         """Run the model forward and backward."""
-        found = run_model(self._model, call, styles, outputs)
-        self.way = found.trace.way
-        return found
+        result = run_model(self._model, call, styles, outputs)
+        self.way = result.trace.way
+        return result
 
     def forward(
         self, call: Any, styles: Mapping[str, Style], guide: GuidedRun | None, *, evaluate: bool
@@ -88,11 +88,11 @@ class CheckedModel:
         if self._axis is None:
             return None
         run = partial(forward, self._model, self._axis, call, styles, guide, evaluate=evaluate)
-        found = run(stands_in=self._stands_in)
-        if guide is None and self._stands_in:
-            self._stands_in = all(self._axis.comm.all_gather_object(found is None or found.is_finite))
-            found = found if self._stands_in else run(stands_in=False)
-        return found
+        result = run(stands_in=self._replaces_zeros)
+        if guide is None and self._replaces_zeros:
+            self._replaces_zeros = all(self._axis.comm.all_gather_object(result is None or result.is_finite))
+            result = result if self._replaces_zeros else run(stands_in=False)
+        return result
 
     def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
         """Return the unsharded call, and this rank's call with its parts. Collective."""
@@ -166,7 +166,7 @@ class PlanCheck:
         self.is_checking = False
         """A check of a call is running."""
         self._model = ""
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._later = self._failed = ""
 
     @property
@@ -180,19 +180,19 @@ class PlanCheck:
         self.inside += 1
         kind = kind_of_call(model, args, options)
         if kind not in self._kinds and not self.is_checking:
-            self._meet(model, (args, options), kind)
+            self._check_kind(model, (args, options), kind)
 
     @disable_compile
     def left(self, model: nn.Module, args: Any, result: Any) -> None:
         """Note the end of a call of the model. result: None if it has failed."""
         self.inside = max(0, self.inside - 1)
         if self._failed and not self.inside:
-            if result is not None and self.warns and self.axis.size > 1 and _FAILED not in self._told:
-                self._told.add(_FAILED)
+            if result is not None and self.warns and self.axis.size > 1 and _FAILED not in self._warned:
+                self._warned.add(_FAILED)
                 warnings.warn(describe_failed_check(self._model, self._failed), stacklevel=5)
             self._failed = ""
 
-    def _meet(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> None:
+    def _check_kind(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> None:
         if torch._C._are_functorch_transforms_active() or _is_traced(call):  # an error reaches the user by itself
             return  # the first untraced call is checked
         kind = self._kind_now(model, call, kind)
@@ -202,8 +202,8 @@ class PlanCheck:
             self._kinds.add(kind)
         elif not self._kinds.too_many:
             self._look(model, call, kind)
-        elif self.warns and self.axis.size > 1 and _MANY not in self._told:
-            self._told.add(_MANY)
+        elif self.warns and self.axis.size > 1 and _MANY not in self._warned:
+            self._warned.add(_MANY)
             warnings.warn(describe_too_many_kinds(self._model, KINDS), stacklevel=7)
 
     def _kind_now(self, model: nn.Module, call: Any, kind: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -232,8 +232,8 @@ class PlanCheck:
         self._later = ""
         if not self._failed:
             self._kinds.settle(kind, traced.way)
-        elif self._kinds.miss(kind) and self.warns and self.axis.size > 1 and _FAILED not in self._told:
-            self._told.add(_FAILED)
+        elif self._kinds.miss(kind) and self.warns and self.axis.size > 1 and _FAILED not in self._warned:
+            self._warned.add(_FAILED)
             warnings.warn(describe_repeated_failure(self._model, self._failed), stacklevel=7)
 
     def _goes(self, model: nn.Module, call: Any, way: Hashable) -> bool:
@@ -263,18 +263,18 @@ class PlanCheck:
 
         Recomputation in backward does not count.
         """
-        is_told = not self.warns or self.is_checking or self.in_pieces or self.axis.size == 1
-        if is_told or torch._C._current_graph_task_id() != -1 or any(isinstance(one, fx.Proxy) for one in args):
+        is_settled = not self.warns or self.is_checking or self.in_pieces or self.axis.size == 1
+        if is_settled or torch._C._current_graph_task_id() != -1 or any(isinstance(one, fx.Proxy) for one in args):
             return
         if _generates():
             return
         name = str(layer.layer_name)
         if not self.done:
-            if _UNCHECKED not in self._told:
-                self._told.add(_UNCHECKED)
+            if _UNCHECKED not in self._warned:
+                self._warned.add(_UNCHECKED)
                 warnings.warn(describe_unchecked(self._model, name), stacklevel=6)  # the caller of the layer
-        elif name not in self._told and not self.divided_output and (does := _shard_use(layer)):
-            self._told.add(name)
+        elif name not in self._warned and not self.divided_output and (does := _shard_use(layer)):
+            self._warned.add(name)
             warnings.warn(describe_outside_call(self._model, name, takes=does == "takes"), stacklevel=6)
 
 
@@ -324,7 +324,7 @@ def _contexts() -> Any:
 
 
 def _dtype(modules: Any) -> Any:
-    """Return the dtype of a model's first weight, which stands for all."""
+    """Return the dtype of a model's first weight, as representative of all."""
     for module in modules:
         for weight in module._parameters.values():
             if weight is not None:
@@ -337,8 +337,8 @@ def _kind_of_other(value: Any) -> Any:
     kind = type(value)
     if kind is torch.Tensor or issubclass(kind, torch.Tensor):
         layout = value.layout
-        lies = value.is_contiguous() if layout is torch.strided else layout
-        return kind, value.dtype, lies, value.ndim, value.requires_grad
+        memory = value.is_contiguous() if layout is torch.strided else layout
+        return kind, value.dtype, memory, value.ndim, value.requires_grad
     if issubclass(kind, nn.Module):
         return SameObject(value), *[(type(one), one.training) for one in islice(value.modules(), _MODULES)]
     if issubclass(kind, fx.Proxy):

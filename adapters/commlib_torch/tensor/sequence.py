@@ -127,8 +127,8 @@ def is_row_wise(module: nn.Module) -> bool:
     if not width or weights[0].is_meta or module._forward_hooks or module._forward_pre_hooks:
         return False
     with preserve_model(module), torch.no_grad():
-        found = {_treats_rows(module, torch.randn(*rows, width).to(weights[0])) for rows in ((2, 3, 4), (3, 4), (3,))}
-    return found - {None} == {True}
+        answers = {_treats_rows(module, torch.randn(*rows, width).to(weights[0])) for rows in ((2, 3, 4), (3, 4), (3,))}
+    return answers - {None} == {True}
 
 
 def _treats_rows(module: nn.Module, x: Tensor) -> bool | None:
@@ -163,18 +163,18 @@ def subclass_around(kind: type[nn.Module], plain: type[nn.Module]) -> type[nn.Mo
     return type(f"{kind.__name__}{plain.__name__}", (kind, plain), {"__doc__": plain.__doc__})
 
 
-def _sum_gradients(found: Any, layer: ReplicatedLayer) -> Any:
-    if isinstance(found, Tensor):
-        note_input(layer, found, "the output")
-        return copy(found, layer.axis) if found.is_floating_point() else found
-    if isinstance(found, dict):
-        return {key: _sum_gradients(value, layer) for key, value in found.items()}
-    if isinstance(found, list | tuple) and type(found) in (list, tuple):
-        return type(found)(_sum_gradients(value, layer) for value in found)
-    if found is None:
+def _sum_gradients(output: Any, layer: ReplicatedLayer) -> Any:
+    if isinstance(output, Tensor):
+        note_input(layer, output, "the output")
+        return copy(output, layer.axis) if output.is_floating_point() else output
+    if isinstance(output, dict):
+        return {key: _sum_gradients(value, layer) for key, value in output.items()}
+    if isinstance(output, list | tuple) and type(output) in (list, tuple):
+        return type(output)(_sum_gradients(value, layer) for value in output)
+    if output is None:
         return None
     raise UsageError(
-        f"Replicate(into_sharded=True): a layer returned a {type(found).__name__}, expected tensors, alone or in "
+        f"Replicate(into_sharded=True): a layer returned a {type(output).__name__}, expected tensors, alone or in "
         "tuples, lists and dicts: call commlib_torch.tensor.copy on its tensors yourself"
     )
 

@@ -25,7 +25,7 @@ from commlib_torch.tensor.moves import redistribute
 def shard_sequence(x: Tensor, ranks: AxisRanks, dim: int = 1, *, layout: SequenceOrder = "balanced") -> Tensor:
     """Return this rank's tokens of full sequences, which every rank has. dim: the dimension of tokens. Not collective.
 
-    The gradient is that of this rank's tokens, and zeros for the others.
+    The gradient is for this rank's tokens, and zeros for the others.
 
     Args:
         x: Full sequences, the same on every rank.

@@ -28,14 +28,14 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
         model: A model with or without sharded layers and experts.
     """
     renew_all(model)
-    found: dict[str, Any] = {}
+    gathered: dict[str, Any] = {}
     wholes: dict[int, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         shard = shard_of(value) if isinstance(value, Tensor) else None
         if shard is not None and id(value) not in wholes:  # tied weights have several names
             wholes[id(value)] = _gather_full(value, shard)
-        found[name] = wholes[id(value)] if shard is not None else _copy_values(value)
-    return found
+        gathered[name] = wholes[id(value)] if shard is not None else _copy_values(value)
+    return gathered
 
 
 def gather_optimizer_state(optimizer: torch.optim.Optimizer, named_parameters: Named) -> dict[str, Any]:
@@ -81,11 +81,11 @@ def _check_arguments(call: str, optimizer: Any, named: Any) -> list[tuple[str, n
     """Return named parameters as a list. Raises UsageError if they, or the optimizer, have another type."""
     if not hasattr(optimizer, "param_groups"):
         raise UsageError(f"{call}: optimizer is {_describe(optimizer)}, expected an optimizer")
-    found: list[Any] = list(named) if isinstance(named, Iterable) and not isinstance(named, Mapping) else [None]
-    if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in found):
+    pairs: list[Any] = list(named) if isinstance(named, Iterable) and not isinstance(named, Mapping) else [None]
+    if not all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Tensor) for one in pairs):
         expected = "expected pairs of names and parameters, such as model.named_parameters()"
         raise UsageError(f"{call}: named_parameters is {_describe(named)}, {expected}")
-    return found
+    return pairs
 
 
 def _describe(value: Any) -> str:
@@ -99,9 +99,9 @@ def _check_alike(state: Mapping[str, Mapping[str, Any]], named: list[tuple[str, 
     for name, parameter in sorted(named, key=lambda one: one[0]):
         if (shard := shard_of(parameter)) is not None:
             axes[id(shard.axis.comm)] = shard.axis.comm
-            kept = (key for key, value in state.get(name, {}).items() if isinstance(value, Tensor) and value.dim() > 0)
+            keys = (key for key, value in state.get(name, {}).items() if isinstance(value, Tensor) and value.dim() > 0)
             lines.setdefault(id(shard.axis.comm), []).append(
-                f"{name}: {', '.join(sorted(map(str, kept))) or 'nothing'}"
+                f"{name}: {', '.join(sorted(map(str, keys))) or 'nothing'}"
             )
     for key, comm in axes.items():
         check_agreement(comm, "gather_optimizer_state", lines[key])
@@ -117,12 +117,12 @@ def _map_parameters(
     shards = {name: shard for name, parameter in named if (shard := shard_of(parameter)) is not None}
     values: dict[str, Any] = {}
     changed: dict[int, Any] = {}  # tied weights have several names
-    for name, kept in sorted(state["state"].items()):  # in the same order on all ranks, independent of insertion order
-        if id(kept) not in changed:
-            divided = [key for key in sorted(kept, key=str) if _is_divided(kept[key], name, shards)]
-            parts = {key: change(f"{key} of {name}", kept[key], shards[name]) for key in divided}
-            changed[id(kept)] = {key: parts[key] if key in parts else keep(one) for key, one in kept.items()}
-        values[name] = changed[id(kept)]
+    for name, slots in sorted(state["state"].items()):  # in the same order on all ranks, independent of insertion order
+        if id(slots) not in changed:
+            divided = [key for key in sorted(slots, key=str) if _is_divided(slots[key], name, shards)]
+            parts = {key: change(f"{key} of {name}", slots[key], shards[name]) for key in divided}
+            changed[id(slots)] = {key: parts[key] if key in parts else keep(one) for key, one in slots.items()}
+        values[name] = changed[id(slots)]
     return {**state, "state": {name: values[name] for name in state["state"]}}
 
 

@@ -31,9 +31,9 @@ def seed(mesh: Mesh, number: int, same: Collection[str] = ("tp",)) -> int:
         number: The seed, the same on every rank.
         same: Names of axes along which ranks draw the same numbers.
     """
-    found = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same)
-    torch.manual_seed(found)
-    return found
+    derived = seed_at(number, mesh.shape.coordinates(mesh.comm.rank), same)
+    torch.manual_seed(derived)
+    return derived
 
 
 @disable_compile
@@ -97,7 +97,7 @@ def _generator_of(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
-    found: torch.Generator = module.default_generators[
+    generator: torch.Generator = module.default_generators[
         module.current_device() if device.index is None else device.index
     ]
-    return found
+    return generator

@@ -180,7 +180,7 @@ class TraceRecorder(TorchFunctionMode):
         self.kept: dict[int, Tensor] = {}
         """Inputs and outputs of layers, by value number: copies, because a model may overwrite them."""
         self._tries_layers = tries
-        self._shown, self._shapes_asked = weights or {}, set[tuple[str, str]]()
+        self._shown, self._shape_requests = weights or {}, set[tuple[str, str]]()
         self._weights, self._constants = dict[int, str](), set[int]()
         for name, module in model.named_modules():
             for weight in module.parameters(recurse=False):
@@ -199,7 +199,7 @@ class TraceRecorder(TorchFunctionMode):
         self._slicings = {id(slicing): name for name, slicing in divided.items()}
         slices = {name: style for name, style in named.items() if isinstance(style, Slice)}
         self._sliced = {name: style for name, style in slices.items() if name not in divided}
-        """Arguments of which the model does not take its own shard."""
+        """Arguments that the model does not shard itself."""
         self._ranks = ranks
         self._looks_inside = False
         self._inner: list[Tensor] = []
@@ -210,7 +210,7 @@ class TraceRecorder(TorchFunctionMode):
         """The number of no-grad contexts that the model has entered."""
         self._written: dict[int, set[int]] = {}
         """Values written into the memory of others, by value."""
-        self._taken: list[Tensor] = []
+        self._inputs: list[Tensor] = []
         """Values used in operations that cannot be traced."""
         self._recording = StepRecording(
             lambda tensor: tuple(tensor.shape), self._source, is_discrete=_is_discrete, line=_line
@@ -229,11 +229,11 @@ class TraceRecorder(TorchFunctionMode):
         finally:
             _RUNNING.reset(outer)
         self._moves |= self._calls() - first > self._inside
-        return self.trace_of(result, self._held(args, options, result)), result
+        return self.trace_of(result, self._find_held(args, options, result)), result
 
     @property
     def _listens(self) -> bool:
-        """Whether operations are to be recorded: not those of a nested trace."""
+        """Whether to record operations; a nested trace's are not recorded."""
         return _RUNNING.get() is self
 
     @property
@@ -245,7 +245,7 @@ class TraceRecorder(TorchFunctionMode):
         """Drop all values and their graphs, which would keep the shapes of weights."""
         self.tensors.clear()
         self.kept.clear()
-        self._taken.clear()
+        self._inputs.clear()
         self._inner.clear()
         self._calls_of_inner.clear()
 
@@ -253,25 +253,25 @@ class TraceRecorder(TorchFunctionMode):
         """Return the trace so far. kept: values that something other than the model's results holds."""
         return self._recording.trace(tensors_in(result), find_tied(self._model), whole=self._whole, held=kept)
 
-    def _held(self, args: Any, options: Any, result: Any) -> set[int]:
+    def _find_held(self, args: Any, options: Any, result: Any) -> set[int]:
         """Return the values that are still referenced after the call, including those written into memory."""
-        self._taken = []
+        self._inputs = []
         values = {id(tensor): self._values(tensor) for tensor in self.tensors}
         returned = set(map(id, tensors_in(result)))
-        wanted = {key for key, found in values.items() if found and key not in returned}
+        wanted = {key for key, is_wanted in values.items() if is_wanted and key not in returned}
         roots = (vars(self._model), args, options, result)
         outside = {id(one) for one in self.tensors if self._recording.is_from_outside(one)}
-        kept = find_held(self.tensors, wanted, outside, roots)
-        return {value for key in kept for value in values[key]} | self._held_inside(roots)
+        held = find_held(self.tensors, wanted, outside, roots)
+        return {value for key in held for value in values[key]} | self._held_inside(roots)
 
     def _held_inside(self, roots: Any) -> set[int]:
         """Return the values made inside leaves that are still referenced; they are recorded only now."""
-        kept = find_held(self._inner, set(map(id, self._inner)), set(), roots)
-        for at in [at for at, one in enumerate(self._inner) if id(one) in kept]:
+        held = find_held(self._inner, set(map(id, self._inner)), set(), roots)
+        for at in [at for at, one in enumerate(self._inner) if id(one) in held]:
             numbers, text, place = self._calls_of_inner[at]
             inputs = [self.tensors[number] for number in numbers]
             self._recording.add("", "unknown", inputs, [self._inner[at]], text=f"what {text} makes", place=place)
-        return {self._recording.number(one) for one in self._inner if id(one) in kept}
+        return {self._recording.number(one) for one in self._inner if id(one) in held}
 
     def _values(self, tensor: Tensor) -> set[int]:
         """Return the values in a tensor's memory: the tensor, and those written into it."""
@@ -376,8 +376,8 @@ class TraceRecorder(TorchFunctionMode):
             finally:
                 self._leaves.pop()
             if outermost:
-                taken, self._taken = [*tensors_in([args, options]), *self._taken], []
-                known = {id(tensor): tensor for tensor in taken if self._recording.knows(tensor)}
+                inputs_seen, self._inputs = [*tensors_in([args, options]), *self._inputs], []
+                known = {id(tensor): tensor for tensor in inputs_seen if self._recording.knows(tensor)}
                 inputs, what = () if own else known.values(), getattr(args[0] if args else None, "__name__", "")
                 text = f"{what or 'a function'} in {self._place_in_model()}"
                 self._moves |= bool(own)
@@ -418,13 +418,13 @@ class TraceRecorder(TorchFunctionMode):
 
     def _note_gradients(self, function: Any, args: Any, text: str) -> None:
         """Record the gradients from a function with a user-defined backward: they are compared like values."""
-        taken = [one for one in args if isinstance(one, Tensor) and self._recording.knows(one)]
-        taken = [one for one in taken if one.is_floating_point() or one.is_complex()]
-        if not taken or not all(isinstance(one, Tensor) or _is_plain(one) for one in args):
+        tensors = [one for one in args if isinstance(one, Tensor) and self._recording.knows(one)]
+        tensors = [one for one in tensors if one.is_floating_point() or one.is_complex()]
+        if not tensors or not all(isinstance(one, Tensor) or _is_plain(one) for one in args):
             return
         with self._alone():
-            found = gradients(function, args, taken)
-        for one, gradient in zip(taken, found, strict=True):
+            derivatives = gradients(function, args, tensors)
+        for one, gradient in zip(tensors, derivatives, strict=True):
             self._recording.add("", "gradient", [one], [gradient], text=f"the gradient of {text}", place=_line())
 
     @contextmanager
@@ -435,7 +435,7 @@ class TraceRecorder(TorchFunctionMode):
             yield
         finally:
             self._leaves.pop()
-            self._taken = []
+            self._inputs = []
 
     def _place_in_model(self) -> str:
         return next((name for name in reversed(self._within) if name), "the model")
@@ -472,24 +472,24 @@ class TraceRecorder(TorchFunctionMode):
                 return None
             changed = None if self._guided is None else self._guided.result(tensors_in(result))
             result = result if changed is None else replace_tensors(result, changed)
-            found = _leaves.describe_leaf(module, inputs[0]) if inputs else {}  # this query is not the model's
-            own = self._calls() - first if found.get("kind") == "unknown" else 0  # made by the user's code
-            if self._tries_layers and found.get("kind") == "unknown" and isinstance(self._styles, Mapping):
+            fields = _leaves.describe_leaf(module, inputs[0]) if inputs else {}  # this query is not the model's
+            own = self._calls() - first if fields.get("kind") == "unknown" else 0  # made by the user's code
+            if self._tries_layers and fields.get("kind") == "unknown" and isinstance(self._styles, Mapping):
                 inner = len(self._inner)
-                found |= try_on_shards(self._styles.get(name), module, args, options)
+                fields |= try_on_shards(self._styles.get(name), module, args, options)
                 del self._inner[inner:]
             outputs = tensors_in(result)
-            kept = (
-                [one.detach().clone() for one in outputs] if self._keeps and found and _is_guided(name, found) else []
+            saved = (
+                [one.detach().clone() for one in outputs] if self._keeps and fields and _is_guided(name, fields) else []
             )
             self._leaves.pop()
             self._inside += self._calls() - first - own
             if not inputs:
                 return None
             text = type(module).__name__
-            self._recording.add(name, inputs=inputs, outputs=outputs, text=text, place=_line(), **found)
+            self._recording.add(name, inputs=inputs, outputs=outputs, text=text, place=_line(), **fields)
             self._note_inside(f"{text} in {name}", inputs)
-            self.kept |= dict(zip(map(self._recording.number, outputs), kept, strict=False))
+            self.kept |= dict(zip(map(self._recording.number, outputs), saved, strict=False))
             return None if changed is None else result
 
         return before, after
@@ -524,15 +524,15 @@ class TraceRecorder(TorchFunctionMode):
         self._leaves.append("")
         try:
             if style is None or ranks is None:
-                found = tensor.view_as(tensor)
+                part = tensor.view_as(tensor)
             else:
-                found = _arguments.own_part(tensor, style, *ranks, path)
-                found = found.view_as(found)
+                part = _arguments.own_part(tensor, style, *ranks, path)
+                part = part.view_as(part)
         finally:
             self._leaves.pop()
-            self._taken = []
-        self._recording.add(path, "slice", [tensor], [found], text="an argument", place=_line())
-        return found
+            self._inputs = []
+        self._recording.add(path, "slice", [tensor], [part], text="an argument", place=_line())
+        return part
 
     def _sliced_part(self, tensor: Tensor, slicing: SliceHook) -> Tensor:
         path, ranks = self._slicings[id(slicing)], (slicing.axis.rank, slicing.axis.size)
@@ -566,12 +566,12 @@ class TraceRecorder(TorchFunctionMode):
                 self._note(_name(func), args, options, [])
             raise
         if self._leaves:
-            self._taken += tensors_in([args, options]) if self._leaves == [""] else ()
+            self._inputs += tensors_in([args, options]) if self._leaves == [""] else ()
             self._inner += tensors_in(result) if self._looks_inside else ()
             return result
         name = _name(func)
         if name in SHAPES and (seen := self._shown.get(id(args[0]))) is not None:
-            return self._shape_asked(seen, func, name, result, args, options)
+            return self._note_shape_request(seen, func, name, result, args, options)
         if name in ("shape", "size"):
             lengths = self._measured(args[0])
             return lengths if isinstance(result, torch.Size) else lengths[args[1] if len(args) > 1 else options["dim"]]
@@ -594,13 +594,13 @@ class TraceRecorder(TorchFunctionMode):
             self._recording.add("", "number", given, (), text=text, place=_line(), dim=dim)
         return iter(result) if name == "iter" else result
 
-    def _shape_asked(self, seen: WeightShape, func: Any, name: str, result: Any, args: Any, options: Any) -> Any:
+    def _note_shape_request(self, seen: WeightShape, func: Any, name: str, result: Any, args: Any, options: Any) -> Any:
         """Record a query of a sharded weight's shape outside of its layer; return the shape that the model sees."""
         if runs_within(_OURS, (*_TORCH, __file__)):  # a sharded layer that reads its own weights
             return result
-        if (asked := (seen.layer, _line())) not in self._shapes_asked:
-            self._shapes_asked.add(asked)
-            self._recording.add(seen.layer, "shape", (), (), text="the shape of its weight", place=asked[1])
+        if (request := (seen.layer, _line())) not in self._shape_requests:
+            self._shape_requests.add(request)
+            self._recording.add(seen.layer, "shape", (), (), text="the shape of its weight", place=request[1])
         if seen.shape is None:
             return result
         like = torch.empty(seen.shape, device="meta")
@@ -612,12 +612,12 @@ class TraceRecorder(TorchFunctionMode):
         lengths = self._measured(inputs[0]) if inputs else ()
         if name == "glu":
             return self._note_gate(FunctionCall(name, args, options, inputs, outputs))
-        found = {"inputs": inputs, **describe_call(FunctionCall(name, args, options, inputs, outputs, lengths))}
+        fields = {"inputs": inputs, **describe_call(FunctionCall(name, args, options, inputs, outputs, lengths))}
         for one in () if name in ASKING else (*args, *options.values()):
             if isinstance(one, Length):
                 one.note_use()
         text = f"{name} in {self._place_in_model()}"
-        self._recording.add("", outputs=outputs, text=text, place=_line(), **found)
+        self._recording.add("", outputs=outputs, text=text, place=_line(), **fields)
 
     def _note_gate(self, called: FunctionCall) -> None:
         """Record a gated unit: the halves of a fused dimension, and their product."""
@@ -667,9 +667,9 @@ def _source(name: str) -> tuple[str, str]:
     return path, own
 
 
-def _is_guided(layer: str, found: Mapping[str, Any]) -> bool:
+def _is_guided(layer: str, fields: Mapping[str, Any]) -> bool:
     """Return whether a guide overrides a call of a leaf with these fields."""
-    return is_guided(TraceStep(layer, inputs=(), outputs=(), **found))
+    return is_guided(TraceStep(layer, inputs=(), outputs=(), **fields))
 
 
 def _is_discrete(tensor: Tensor) -> bool:

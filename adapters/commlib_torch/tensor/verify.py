@@ -58,9 +58,9 @@ def run_model(model: nn.Module, call: Any, styles: Collection[str], outputs: Out
     if outputs.zeros is not None or not zeros:
         return _run(model, call, styles, outputs, zeros)
     with suppress(Exception):
-        found = _run(model, call, styles, outputs, zeros)
-        if found.is_finite:
-            return found
+        run = _run(model, call, styles, outputs, zeros)
+        if run.is_finite:
+            return run
     return _run(model, call, styles, outputs, frozenset())
 
 
@@ -85,12 +85,12 @@ def _run(
                 loss = loss + (value * weights.to(value)).sum()
         wanted = {f"input {at}": tensor for at, tensor in enumerate(fresh.inputs)}
         wanted |= {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        found: Any = [None] * len(wanted)
+        derivatives: Any = [None] * len(wanted)
         if loss.requires_grad:
-            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+            derivatives = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     values = [_array(value) for value in recorder.tensors]
     recorder.forget()
-    gradients = {name: None if each is None else _array(each) for name, each in zip(wanted, found, strict=True)}
+    gradients = {name: None if each is None else _array(each) for name, each in zip(wanted, derivatives, strict=True)}
     shards = {name: shard for name, _, shard in shards_in(model)}
     shardings = {name: getattr(module, "sharding", None) for name, module in model.named_modules()}
     known = {name: sharding for name, sharding in shardings.items() if isinstance(sharding, Sharding)}
