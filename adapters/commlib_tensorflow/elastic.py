@@ -80,7 +80,7 @@ class TensorFlowState(ObjectState):
     def __init__(self, variables: Iterable[Any] | None = None, **kwargs: Any) -> None:
         super().__init__(bcast_object=broadcast_object, **kwargs)
         self.variables = [] if variables is None else list(variables)
-        self._saved = self._keepers[""] = _VariablesKeeper(self._current)
+        self._variables_keeper = self._keepers[""] = _VariablesKeeper(self._current)
 
     def _current(self) -> list[Any]:
         return self.variables
@@ -110,9 +110,9 @@ class TensorFlowKerasState(TensorFlowState):
 
         Raises RuntimeError if the number of variables has changed.
         """
-        if len(self._saved.values) != len(self._current()):
+        if len(self._variables_keeper.values) != len(self._current()):
             raise RuntimeError(
-                f"the model and optimizer have {len(self._current())} variables but had {len(self._saved.values)} when "
+                f"the model and optimizer have {len(self._current())} variables but had {len(self._variables_keeper.values)} when "
                 "they were saved: build the model before the state, and commit after adding variables"
             )
         super().restore()
