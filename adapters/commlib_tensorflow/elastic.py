@@ -110,10 +110,11 @@ class TensorFlowKerasState(TensorFlowState):
 
         Raises RuntimeError if the number of variables has changed.
         """
-        if len(self._variables_keeper.values) != len(self._current()):
+        saved, current = len(self._variables_keeper.values), len(self._current())
+        if saved != current:
             raise RuntimeError(
-                f"the model and optimizer have {len(self._current())} variables but had {len(self._variables_keeper.values)} when "
-                "they were saved: build the model before the state, and commit after adding variables"
+                f"the model and optimizer have {current} variables but had {saved} when they were saved: build the model "
+                "before the state, and commit after adding variables"
             )
         super().restore()
         give_up_passes(self.optimizer)
