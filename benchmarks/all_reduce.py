@@ -71,8 +71,8 @@ def main() -> None:
             if world.rank == 0:
                 print_row(row, header=len(rows) == 1)
     if world.rank == 0 and arguments.out:
-        kept = ("size", "count", "wrong", "seconds")
-        raw = [{name: getattr(row, name) for name in kept} for row in rows]
+        columns = ("size", "count", "wrong", "seconds")
+        raw = [{name: getattr(row, name) for name in columns} for row in rows]
         record.write(arguments.out, "all_reduce", facts, arguments, ranks=world.size, rows=raw)
     if failed := mistakes(rows):
         raise SystemExit(f"{failed} wrong elements")

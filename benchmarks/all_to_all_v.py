@@ -49,24 +49,24 @@ Call = Callable[[], Any]
 
 def matrix(pattern: str, size: int, count: int) -> Any:
     """Return the number of elements from each rank to each rank, `count` on average."""
-    found = np.zeros((size, size), np.int64)
+    counts = np.zeros((size, size), np.int64)
     if pattern == "balanced":
-        found[:] = count
+        counts[:] = count
     elif pattern == "shifted":
         for rank in range(size):
-            found[rank, (rank + 1) % size] = size * count
+            counts[rank, (rank + 1) % size] = size * count
     else:
-        found[:] = size * count // 8 // max(1, size - 1)
-        found[:, -1] = size * count - found[:, :-1].sum(1)
-    return found
+        counts[:] = size * count // 8 // max(1, size - 1)
+        counts[:, -1] = size * count - counts[:, :-1].sum(1)
+    return counts
 
 
 def contenders(comm: Any, counts: Any, names: list[str], memory: Any) -> dict[str, tuple[Call, Any, Any]]:
     """Return each contender's call, its array and its result array, if any."""
     splits, takes = counts[comm.rank].tolist(), counts[:, comm.rank].tolist()
-    given, got = sum(splits), sum(takes)
-    plain_x, plain_out = np.zeros(given, np.float32), np.zeros(got, np.float32)
-    x, out = memory[0][:given], memory[1][:got]
+    inputs, received = sum(splits), sum(takes)
+    plain_x, plain_out = np.zeros(inputs, np.float32), np.zeros(received, np.float32)
+    x, out = memory[0][:inputs], memory[1][:received]
     sending = [plain_x, (splits, [0, *np.cumsum(splits)[:-1].tolist()]), MPI.FLOAT]
     taking = [plain_out, (takes, [0, *np.cumsum(takes)[:-1].tolist()]), MPI.FLOAT]
     verb, world = comm.all_to_all_v, MPI.COMM_WORLD
@@ -74,7 +74,7 @@ def contenders(comm: Any, counts: Any, names: list[str], memory: Any) -> dict[st
     def plan(x: Any, out: Any) -> Call:
         return comm.plan_all_to_all_v(x, splits, takes=takes, out=out)  # type: ignore[no-any-return]
 
-    made: dict[str, Callable[[], tuple[Call, Any, Any]]] = {
+    makers: dict[str, Callable[[], tuple[Call, Any, Any]]] = {
         "MPI": lambda: (lambda: world.Alltoallv(sending, taking), plain_x, plain_out),
         "plan": lambda: (plan(plain_x, plain_out), plain_x, plain_out),
         "verb": lambda: (lambda: verb(plain_x, splits, takes=takes, out=plain_out), plain_x, plain_out),
@@ -84,7 +84,7 @@ def contenders(comm: Any, counts: Any, names: list[str], memory: Any) -> dict[st
         "plan, symmetric x": lambda: (plan(x, plain_out), x, plain_out),
         "plan, symmetric out": lambda: (plan(plain_x, out), plain_x, out),
     }
-    return {name: made[name]() for name in names}
+    return {name: makers[name]() for name in names}
 
 
 def seconds(call: Call, count: int) -> float:
@@ -103,11 +103,11 @@ def is_right(contender: tuple[Call, Any, Any], counts: Any, rank: int) -> bool:
         out[:] = -1
     MPI.COMM_WORLD.Barrier()  # else a fast rank writes into an array that a slow one clears
     answer = call()
-    came = answer[0] if out is None else out
+    received = answer[0] if out is None else out
     starts = np.cumsum(counts, axis=1) - counts
     ranges = ((sender, starts[sender, rank], counts[sender, rank]) for sender in range(len(counts)))
     expected = [np.arange(start, start + count) % 1009 + sender for sender, start, count in ranges]
-    return bool(np.array_equal(came, np.concatenate(expected).astype(np.float32)))
+    return bool(np.array_equal(received, np.concatenate(expected).astype(np.float32)))
 
 
 def main() -> None:
@@ -138,9 +138,9 @@ def main() -> None:
                     seconds(players[name][0], max(1, bursts[name] // 4))
                     times[name].append(seconds(players[name][0], bursts[name]))
                     wrong += not is_right(players[name], counts, comm.rank)
-            for name, taken in times.items():
-                row = {"bytes": nbytes, "pattern": pattern, "contender": name, "us": 1e6 * statistics.median(taken)}
-                row |= {"least": 1e6 * min(taken), "greatest": 1e6 * max(taken)}
+            for name, samples in times.items():
+                row = {"bytes": nbytes, "pattern": pattern, "contender": name, "us": 1e6 * statistics.median(samples)}
+                row |= {"least": 1e6 * min(samples), "greatest": 1e6 * max(samples)}
                 rows.append(row)
             if comm.rank == 0:
                 show(rows[-len(times) :])

@@ -55,12 +55,12 @@ class Contender:
 
 def contenders(comm: Any, x: Any, names: list[str]) -> dict[str, Contender]:
     world, peer = MPI.COMM_WORLD, 1 - comm.rank
-    came = np.zeros_like(x)
+    received = np.zeros_like(x)
     nothing = lambda: None  # noqa: E731
-    found = {}
+    result = {}
     if "channel" in names:
         channel = comm.channel(peer, f"ordinary {x.nbytes}", x.shape, x.dtype)
-        found["channel"] = Contender(lambda: channel.send(x), channel.recv, channel.release)
+        result["channel"] = Contender(lambda: channel.send(x), channel.recv, channel.release)
     if "in place" in names:
         direct = comm.channel(peer, f"in place {x.nbytes}", x.shape, x.dtype)
         for _ in range(2 * direct.depth):  # the data is in place, as after a computation in this memory
@@ -68,10 +68,10 @@ def contenders(comm: Any, x: Any, names: list[str]) -> dict[str, Contender]:
             direct.send(direct.buffer())
             direct.recv()
             direct.release()
-        found["in place"] = Contender(lambda: direct.send(direct.buffer()), direct.recv, direct.release)
+        result["in place"] = Contender(lambda: direct.send(direct.buffer()), direct.recv, direct.release)
     if "MPI persistent" in names:
         start, test = MPI.Prequest.Startall, MPI.Request.Testall
-        receive, send = world.Recv_init([came, MPI.BYTE], peer, 7), world.Send_init([x, MPI.BYTE], peer, 7)
+        receive, send = world.Recv_init([received, MPI.BYTE], peer, 7), world.Send_init([x, MPI.BYTE], peer, 7)
         both = [receive, send]
 
         def persistent() -> None:
@@ -83,29 +83,29 @@ def contenders(comm: Any, x: Any, names: list[str]) -> dict[str, Contender]:
             request.Start()
             while not request.Test():
                 pass
-            return came
+            return received
 
-        found["MPI persistent"] = Contender(lambda: one(send), lambda: one(receive), nothing, persistent)
+        result["MPI persistent"] = Contender(lambda: one(send), lambda: one(receive), nothing, persistent)
     if "MPI Send/Recv" in names:
 
         def recv() -> Any:
-            world.Recv([came, MPI.BYTE], peer)
-            return came
+            world.Recv([received, MPI.BYTE], peer)
+            return received
 
-        found["MPI Send/Recv"] = Contender(
+        result["MPI Send/Recv"] = Contender(
             lambda: world.Send([x, MPI.BYTE], peer),
             recv,
             nothing,
-            lambda: world.Sendrecv([x, MPI.BYTE], peer, 0, [came, MPI.BYTE], peer, 0),
+            lambda: world.Sendrecv([x, MPI.BYTE], peer, 0, [received, MPI.BYTE], peer, 0),
         )
     if "send/recv" in names:
-        found["send/recv"] = Contender(
+        result["send/recv"] = Contender(
             lambda: comm.send(x, peer),
-            lambda: comm.recv(came, peer),
+            lambda: comm.recv(received, peer),
             nothing,
-            lambda: comm.send_recv(x, peer, came, peer),
+            lambda: comm.send_recv(x, peer, received, peer),
         )
-    return found
+    return result
 
 
 def burst(pattern: str, contender: Contender, count: int, rank: int) -> None:
@@ -187,10 +187,10 @@ def main() -> None:
                 for name in order:
                     times[name].append(seconds(pattern, players[name], counts[name], rank))
                     wrong += not is_right(players[name], x, rank)
-            for name, taken in times.items():
-                middle = statistics.median(taken)
+            for name, samples in times.items():
+                middle = statistics.median(samples)
                 row = {"bytes": nbytes, "pattern": pattern, "contender": name, "us": 1e6 * middle}
-                row |= {"least": 1e6 * min(taken), "greatest": 1e6 * max(taken), "GB/s": nbytes / middle / 1e9}
+                row |= {"least": 1e6 * min(samples), "greatest": 1e6 * max(samples), "GB/s": nbytes / middle / 1e9}
                 rows.append(row)
             if rank == 0:
                 show(rows[-len(times) :])

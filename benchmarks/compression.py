@@ -40,7 +40,7 @@ from ci.hosts import bits_per_second
 from commlib.bench import record
 
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-REFERENCE = "none"  # the contender with which others are compared
+REFERENCE = "none"  # the reference for other contenders
 NEAR = 1.01  # of the reference's loss: close enough to count as reached
 
 
@@ -147,15 +147,15 @@ class Measurement:
             times.append(time.perf_counter() - began)
             own += training.sent() if training.sent is not None else 0
         self.world.Barrier()
-        sent: float | None = (self.sent_bytes() - before) / self.options.ranks_per_host
+        nbytes: float | None = (self.sent_bytes() - before) / self.options.ranks_per_host
         if self.options.hosts == 1:
-            sent = own if training.sent is not None else None
+            nbytes = own if training.sent is not None else None
         slowest, mean = np.array(times), np.array(losses)
         self.world.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
         self.world.Allreduce(MPI.IN_PLACE, mean, MPI.SUM)
         figures.seconds += slowest.tolist()
         figures.losses += (mean / self.world.size).tolist()
-        figures.sent.append(None if sent is None else self.world.allreduce(sent / len(steps)) / self.world.size)
+        figures.sent.append(None if nbytes is None else self.world.allreduce(nbytes / len(steps)) / self.world.size)
         figures.validation.append((steps.stop, sum(figures.seconds), self.validate(training)))
 
     def sent_bytes(self) -> int:
@@ -210,16 +210,16 @@ def work(options: argparse.Namespace) -> int:
 
 def show(figures: dict[str, Figures]) -> None:
     """Print the table. Ratios are to uncompressed training, if it is a contender."""
-    step_of_reference = sent_of_reference = goal = None
+    step_of_reference = nbytes_of_reference = goal = None
     if reference := figures.get(REFERENCE):
-        step_of_reference, sent_of_reference = statistics.median(reference.seconds), mean_of(reference.sent)
+        step_of_reference, nbytes_of_reference = statistics.median(reference.seconds), mean_of(reference.sent)
         goal = reference.validation[-1][2] * NEAR
     titles = ("step ms", "ratio", "sent KiB", "ratio", "train", "valid", "to loss")
     print(f"{'contender':<20}" + "".join(f"{title:>10}" for title in titles))
     for name, of in figures.items():
-        step, sent = statistics.median(of.seconds), mean_of(of.sent)
+        step, nbytes = statistics.median(of.seconds), mean_of(of.sent)
         cells = [f"{step * 1e3:.1f}", ratio(step, step_of_reference)]
-        cells += ["-" if sent is None else f"{sent / 1024:.1f}", ratio(sent, sent_of_reference)]
+        cells += ["-" if nbytes is None else f"{nbytes / 1024:.1f}", ratio(nbytes, nbytes_of_reference)]
         cells += [f"{statistics.mean(of.losses[-20:]):.3f}", f"{of.validation[-1][2]:.3f}"]
         reached = None if goal is None else of.first_below(goal)
         cells.append("-" if reached is None else f"{reached:.1f} s")

@@ -21,17 +21,17 @@ def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    sent = any(value for of in record["figures"].values() for value in of["sent"])
-    figure = Figure(figsize=(13 if sent else 8, 5.5), layout="constrained")
-    panels = figure.subplots(1, 2 if sent else 1, sharey=True, squeeze=False)[0]
+    has_bytes = any(value for of in record["figures"].values() for value in of["sent"])
+    figure = Figure(figsize=(13 if has_bytes else 8, 5.5), layout="constrained")
+    panels = figure.subplots(1, 2 if has_bytes else 1, sharey=True, squeeze=False)[0]
     colours = mpl.color_sequences["tab20"]
     for number, (name, of) in enumerate(record["figures"].items()):
         style = {"color": colours[number % 20], "ls": "--" if name.startswith(PEERS) else "-", "label": name}
         steps, seconds, losses = zip(*of["validation"], strict=True)
         panels[0].plot(seconds, losses, lw=1.5, **style)
-        if sent and all(of["sent"]) and name != LOCAL:
-            taken = [after - before for before, after in itertools.pairwise([0, *steps])]
-            nbytes = [per_step * count for per_step, count in zip(of["sent"], taken, strict=True)]
+        if has_bytes and all(of["sent"]) and name != LOCAL:
+            lengths = [after - before for before, after in itertools.pairwise([0, *steps])]
+            nbytes = [per_step * count for per_step, count in zip(of["sent"], lengths, strict=True)]
             panels[1].plot([total / 2**20 for total in itertools.accumulate(nbytes)], losses, lw=1.5, **style)
     for panel, label in zip(panels, ("seconds of training", "MiB sent per rank"), strict=False):
         panel.set_xscale("log")

@@ -36,8 +36,8 @@ def needed() -> Iterator[tuple[str, tuple[int, ...]]]:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     tests = [line for line in project["optional-dependencies"]["dev"] if line.startswith(FOR_TESTS)]
     for line in [*project["dependencies"], *tests]:
-        if (found := re.fullmatch(r"([\w-]+)>=([\d.]+)", line)) and not line.startswith("pytest-"):
-            yield found[1], numbers(found[2])
+        if (match := re.fullmatch(r"([\w-]+)>=([\d.]+)", line)) and not line.startswith("pytest-"):
+            yield match[1], numbers(match[2])
     yield from ((name, ()) for name in THEIR_OWN)
 
 
@@ -48,35 +48,35 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def missing() -> list[str]:
     """Return the packages that this Python lacks or has in an older version, and the MPI library if there is none."""
-    found = []
+    names = []
     for name, least in needed():
         try:
             if numbers(version(name)) < least:
-                found.append(name)
+                names.append(name)
         except PackageNotFoundError:
-            found.append(name)
-    return found if shutil.which(os.environ.get("MPIEXEC", "mpiexec")) else [*found, LIBRARY]
+            names.append(name)
+    return names if shutil.which(os.environ.get("MPIEXEC", "mpiexec")) else [*names, LIBRARY]
 
 
 def machine() -> dict[str, str]:
     """Return a description of each component; "" for a missing one."""
     query = "--query-gpu=name,driver_version,memory.total,compute_mode,mig.mode.current"
     return {
-        "GPU": said("nvidia-smi", query, "--format=csv,noheader"),
+        "GPU": output_of("nvidia-smi", query, "--format=csv,noheader"),
         "cores": str(os.cpu_count()),
         "python": f"{platform.python_version()} at {sys.executable}",
         **{name: module(name) for name in ("numpy", "numba", "cupy", "torch", "mpi4py", "pytest")},
-        "torch's CUDA": asked("torch", lambda torch: torch.version.cuda or ""),
-        "NCCL of CuPy": asked("cupy.cuda.nccl", lambda nccl: str(nccl.get_version()) if nccl.available else ""),
-        "NCCL of torch": asked("torch", lambda torch: ".".join(map(str, torch.cuda.nccl.version()))),
-        "MPI": said(os.environ.get("MPIEXEC", "mpiexec"), "--version").split("\n")[0],
-        "compute-sanitizer": said("compute-sanitizer", "--version").split("\n")[-1],
+        "torch's CUDA": version_of("torch", lambda torch: torch.version.cuda or ""),
+        "NCCL of CuPy": version_of("cupy.cuda.nccl", lambda nccl: str(nccl.get_version()) if nccl.available else ""),
+        "NCCL of torch": version_of("torch", lambda torch: ".".join(map(str, torch.cuda.nccl.version()))),
+        "MPI": output_of(os.environ.get("MPIEXEC", "mpiexec"), "--version").split("\n")[0],
+        "compute-sanitizer": output_of("compute-sanitizer", "--version").split("\n")[-1],
         "MPS": shutil.which("nvidia-cuda-mps-control") or "",
         "/dev/shm": f"{shutil.disk_usage('/dev/shm').free >> 20} MiB free" if Path("/dev/shm").exists() else "",
     }
 
 
-def said(*command: str) -> str:
+def output_of(*command: str) -> str:
     """Return the output of a program; "" if it does not exist or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -86,13 +86,13 @@ def said(*command: str) -> str:
 
 
 def module(name: str) -> str:
-    return asked(name, lambda found: str(found.__version__))
+    return version_of(name, lambda package: str(package.__version__))
 
 
-def asked(name: str, ask: Any) -> str:
-    """Return the result of `ask(module)`; "" if the module cannot be imported or `ask` fails."""
+def version_of(name: str, query: Any) -> str:
+    """Return the result of `query(module)`; "" if the module cannot be imported or `query` fails."""
     try:
-        return str(ask(importlib.import_module(name)))
+        return str(query(importlib.import_module(name)))
     except Exception:  # libraries without their driver or libraries raise various errors
         return ""
 
@@ -106,11 +106,11 @@ def main() -> None:
         for name in names:
             print(name)
         return
-    found = machine()
-    for name, words in found.items():
+    facts = machine()
+    for name, words in facts.items():
         print(f"{name:<20}{words or '-'}", flush=True)
     if arguments[:1] == ["--out"]:
-        Path(arguments[1]).write_text(json.dumps(found, indent=1) + "\n")
+        Path(arguments[1]).write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -104,10 +104,10 @@ def _reductions(machine: Machine, nbytes: int) -> Iterator[KernelCase]:
         arrays = [_array(machine, nbytes // NUMPY[dtype].itemsize, dtype) for _ in range(5)]
         op = kernel_operation(dtype, "sum")
         for inputs in (2, 4):
-            given, target = arrays[:inputs], arrays[4]
+            ins, target = arrays[:inputs], arrays[4]
             yield KernelCase(
                 f"reduce {inputs} {dtype}", (inputs + 1) * nbytes,
-                lambda given=given, target=target, dtype=dtype, op=op: kernels.reduce(dtype, op, 1, given, target),  # type: ignore[misc]
+                lambda ins=ins, target=target, dtype=dtype, op=op: kernels.reduce(dtype, op, 1, ins, target),  # type: ignore[misc]
             )  # fmt: skip
         if dtype not in COMPLEX:
             targets = arrays[:2]
@@ -165,10 +165,10 @@ def _array(machine: Machine, count: int, dtype: str) -> Any:
 
 
 def _floats(machine: Machine, count: int, seed: int) -> Any:
-    made = machine.empty(count, "float32")
+    result = machine.empty(count, "float32")
     period = np.random.default_rng(seed).standard_normal(min(count, 1_000_003), np.float32)
-    machine.put(made, np.resize(period, count))
-    return machine.gpu.wrap(made, "benchmark")
+    machine.put(result, np.resize(period, count))
+    return machine.gpu.wrap(result, "benchmark")
 
 
 def measure(machine: Machine, *, tiny: bool) -> dict[str, Any]:
@@ -182,13 +182,13 @@ def measure(machine: Machine, *, tiny: bool) -> dict[str, Any]:
         machine.finish()
         host, _ = machine.seconds(case.call, 1)
         calls = 1 if tiny else max(2, min(500, int(BURST_SECONDS / host)))
-        taken = [machine.seconds(case.call, calls)[0 if case.waits else 1] for _ in range(1 if tiny else ROUNDS)]
+        times = [machine.seconds(case.call, calls)[0 if case.waits else 1] for _ in range(1 if tiny else ROUNDS)]
         if case.moved not in copies:
             copies[case.moved] = copy_rate(machine, case.moved // 2, 2 if tiny else 10)
-        row = KernelRow(case.name, case.moved, "host" if case.waits else "events", taken, copies[case.moved])
+        row = KernelRow(case.name, case.moved, "host" if case.waits else "events", times, copies[case.moved])
         rows.append({**asdict(row), "rate": row.rate})
         print(
-            f"{row.name:<32}{row.moved / 2**20:>11.1f}{statistics.median(taken) * 1e6:>10.1f}{row.rate:>9.1f}"
+            f"{row.name:<32}{row.moved / 2**20:>11.1f}{statistics.median(times) * 1e6:>10.1f}{row.rate:>9.1f}"
             f"{row.copy:>11.1f}{100 * row.rate / row.copy:>7.0f} %  {row.clock}",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Probe: report in one table the capabilities of a machine's GPU on which commlib depends.
+"""Probe: report in one table the capabilities of a machine's GPU that commlib depends on.
 
     mpiexec -n 2 python benchmarks/gpu_probe.py [--nccl] [--tiny] [--out FILE.json]
 
@@ -73,9 +73,9 @@ class Probe:
             launch()
             machine.finish()
 
-        waited, _ = machine.seconds(alone, self._launches)
+        elapsed, _ = machine.seconds(alone, self._launches)
         self.note("launch of a kernel, queued one after another", f"{each * 1e6:.2f} us", us=each * 1e6)
-        self.note("launch of a kernel, and the wait for it", f"{waited * 1e6:.2f} us", us=waited * 1e6)
+        self.note("launch of a kernel, and the wait for it", f"{elapsed * 1e6:.2f} us", us=elapsed * 1e6)
 
     def registering(self) -> None:
         """Try to register memory that processes share with the GPU."""
@@ -122,8 +122,8 @@ class Probe:
 
         self._comm.barrier()
         host, _ = self._machine.seconds(alone, max(1, self._meetings // 10))
-        waited = max(self._comm.all_gather_object(host))
-        self.note(f"meeting of {group.size} ranks, and the wait", f"{waited * 1e6:.1f} us", us=waited * 1e6)
+        elapsed = max(self._comm.all_gather_object(host))
+        self.note(f"meeting of {group.size} ranks, and the wait", f"{elapsed * 1e6:.1f} us", us=elapsed * 1e6)
         board.close()
 
     def _try(self, what: str, run: Callable[[], Any]) -> Any:
@@ -140,13 +140,13 @@ class Probe:
         return value
 
     def mpi(self) -> None:
-        """Ask MPI whether it is CUDA-aware, and if so try it in another process, which may crash. Collective."""
+        """Check whether MPI is CUDA-aware; if so, try it in another process, which may crash. Collective."""
         answer, failure = cuda_aware.ask_loaded(MPI), ""
         if answer.says and MPI.COMM_WORLD.rank == 0:
             failure = cuda_probe.probe(seconds=15).failure
         failure = MPI.COMM_WORLD.bcast(failure)
-        said = "works" if answer.says and not failure else f"no: {failure or answer.how}"
-        self.note("MPI takes memory of a GPU", said)
+        text = "works" if answer.says and not failure else f"no: {failure or answer.how}"
+        self.note("MPI takes memory of a GPU", text)
 
     def nccl(self) -> None:
         """Try an all-reduce by NCCL among all ranks. Collective."""
@@ -167,8 +167,12 @@ class Probe:
                 problem = f"{wrong} wrong elements" if wrong else ""
             except Exception as error:  # NCCL's own error, or a missing library
                 problem = (str(error) or repr(error)).splitlines()[0]
-        found = next(filter(None, world.allgather(problem)), "")
-        self.note(f"NCCL among {world.size} ranks", f"no: {found}" if found else "works", yes=float(not found))
+        first_problem = next(filter(None, world.allgather(problem)), "")
+        self.note(
+            f"NCCL among {world.size} ranks",
+            f"no: {first_problem}" if first_problem else "works",
+            yes=float(not first_problem),
+        )
 
 
 def main() -> None:

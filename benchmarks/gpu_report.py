@@ -20,17 +20,17 @@ OVER, NO_TIME = 124, 125  # exit codes: the part exceeded its limit; there was n
 
 def tests_of(path: Path) -> list[dict[str, Any]]:
     """Return the tests of one part; a test that began and did not end is "unfinished"."""
-    found: dict[str, dict[str, Any]] = {}
+    tests: dict[str, dict[str, Any]] = {}
     for line in path.read_text().splitlines():
         entry = json.loads(line)
-        before = found.get(entry["test"])
+        before = tests.get(entry["test"])
         # A test that passed may still fail in its teardown; not the other way round.
         if before is None or before["outcome"] in ("begun", "passed"):
-            found[entry["test"]] = entry
-    for entry in found.values():
+            tests[entry["test"]] = entry
+    for entry in tests.values():
         if entry["outcome"] == "begun":
             entry["outcome"] = "unfinished"
-    return list(found.values())
+    return list(tests.values())
 
 
 def record_of(path: Path) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def verdict(code: int, limit: int) -> str:
 def collect(folder: Path) -> dict[str, Any]:
     """Return everything."""
     content: dict[str, Any] = {"machine": {}, "parts": [], "tests": {}, "benchmarks": {}}
-    found = folder / "found.json"
-    if found.exists():
-        content["machine"] = json.loads(found.read_text())
+    path = folder / "found.json"
+    if path.exists():
+        content["machine"] = json.loads(path.read_text())
     for line in (folder / "parts.tsv").read_text().splitlines():
         name, code, seconds, limit = line.split("\t")
         part: dict[str, Any] = {"name": name, "code": int(code), "seconds": int(seconds), "limit": int(limit)}

@@ -61,7 +61,7 @@ def measure(comm: Any, stack: ExitStack, *, tiny: bool, rounds: int) -> dict[str
         steps["no overlap"](inputs, labels)
     except Exception as error:  # report any error
         problem = f"commlib_torch: {(str(error) or repr(error)).splitlines()[0]}"
-    if problems := [found for found in world.allgather(problem) if found]:
+    if problems := [text for text in world.allgather(problem) if text]:
         return _not_yet(comm, problems[0])
     steps["DDP, gloo"] = training.ddp_gloo(comm, models["DDP, gloo"], options)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -75,20 +75,20 @@ def measure(comm: Any, stack: ExitStack, *, tiny: bool, rounds: int) -> dict[str
             for _ in range(STEPS):
                 steps[name](inputs, labels)
             finish()
-            taken = world.allreduce((time.perf_counter() - begin) / STEPS, MPI.MAX)
+            elapsed = world.allreduce((time.perf_counter() - begin) / STEPS, MPI.MAX)
             if turn >= WARM_UP:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
     wrong = {name: 1 for name in steps if name != REFERENCE and _differ(world, models[name])}
     parameters = sum(parameter.numel() for parameter in models[REFERENCE].parameters())
     exposed = {
-        name: statistics.median(100 * (one / base - 1) for one, base in zip(taken, seconds[REFERENCE], strict=True))
-        for name, taken in seconds.items()
+        name: statistics.median(100 * (one / base - 1) for one, base in zip(elapsed, seconds[REFERENCE], strict=True))
+        for name, elapsed in seconds.items()
     }
     if comm.rank == 0:
         print(f"{parameters / 1e6:.1f} M parameters, {rows} rows per rank, {comm.size} ranks; by the host's clock")
         print(f"{'contender':<20}{'step ms':>10}{'exposed':>10}{'wrong':>7}")
-        for name, taken in seconds.items():
-            step = 1e3 * statistics.median(taken)
+        for name, elapsed in seconds.items():
+            step = 1e3 * statistics.median(elapsed)
             print(f"{name:<20}{step:>10.2f}{exposed[name]:>8.1f} %{wrong.get(name, 0):>7}", flush=True)
     return {"seconds": seconds, "exposed_percent": exposed, "parameters": parameters, "wrong": wrong}
 

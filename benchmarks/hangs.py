@@ -39,11 +39,11 @@ _NOTING = ((compiled_call.CompiledCall, "now"), (compiled_call.CompiledCall, "st
 def without_note(method: Any) -> Any:
     """Return a method without the line that records the call."""
     lines = textwrap.dedent(inspect.getsource(method)).splitlines()
-    kept = [line for line in lines if "self._note(" not in line]
-    if len(kept) == len(lines):
+    rest = [line for line in lines if "self._note(" not in line]
+    if len(rest) == len(lines):
         raise SystemExit(f"{method.__qualname__} has no line with self._note(: there is nothing to measure")
     space: dict[str, Any] = {}
-    exec("\n".join(kept), vars(compiled_call), space)
+    exec("\n".join(rest), vars(compiled_call), space)
     return space[method.__name__]
 
 
@@ -54,7 +54,7 @@ class HangExplanation:
         self._comm, self._after = comm, after
         on = [(kind, name, vars(kind)[name]) for kind, name in _NOTING]
         self._methods = {True: on, False: [(kind, name, without_note(method)) for kind, name, method in on]}
-        self._told = comm.all_gather_object(Answers.of(comm.config))
+        self._answers = comm.all_gather_object(Answers.of(comm.config))
 
     def turn(self, on: bool) -> None:
         """Turn hang diagnosis on or off."""
@@ -65,7 +65,7 @@ class HangExplanation:
             runtime.hang_watch.close()
             runtime.hang_watch = None
         if on:
-            watch_for_hangs(runtime, self._comm.rank, self._told)
+            watch_for_hangs(runtime, self._comm.rank, self._answers)
 
 
 def measure(explaining: HangExplanation, burst: Callable[[], None], calls: int, rounds: int) -> dict[str, float]:
@@ -77,9 +77,9 @@ def measure(explaining: HangExplanation, burst: Callable[[], None], calls: int, 
             MPI.COMM_WORLD.Barrier()
             began = time.perf_counter()
             burst()
-            taken = MPI.COMM_WORLD.allreduce((time.perf_counter() - began) / calls, MPI.MAX)
+            seconds = MPI.COMM_WORLD.allreduce((time.perf_counter() - began) / calls, MPI.MAX)
             if turn:  # the first one warms up
-                times[on].append(taken)
+                times[on].append(seconds)
     ratios = [with_ / without for with_, without in zip(times[True], times[False], strict=True)]
     quarters = statistics.quantiles(ratios, n=4)
     return {
@@ -144,12 +144,12 @@ def main() -> None:
     }
     measured = {}
     for name, (burst, calls) in cases.items():
-        found = measured[name] = measure(explaining, burst, calls, arguments.rounds)
+        result = measured[name] = measure(explaining, burst, calls, arguments.rounds)
         if comm.rank == 0:
-            low, high = found["lower_quartile"], found["upper_quartile"]
-            us = f"{found['with'] * 1e6:10.3f} us with {found['without'] * 1e6:10.3f} us without"
-            ratio = f"ratio {found['ratio']:.4f} (quartiles {low:.4f} to {high:.4f})"
-            print(f"{name:20} {us}  {ratio}  best rounds {found['least_difference'] * 1e9:+.0f} ns", flush=True)
+            low, high = result["lower_quartile"], result["upper_quartile"]
+            us = f"{result['with'] * 1e6:10.3f} us with {result['without'] * 1e6:10.3f} us without"
+            ratio = f"ratio {result['ratio']:.4f} (quartiles {low:.4f} to {high:.4f})"
+            print(f"{name:20} {us}  {ratio}  best rounds {result['least_difference'] * 1e9:+.0f} ns", flush=True)
     explaining.turn(True)
     if comm.rank == 0 and arguments.out:
         record.write(arguments.out, "hangs", facts, arguments, measured=measured)

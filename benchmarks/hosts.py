@@ -111,8 +111,8 @@ def burst(call: Call, calls: int) -> tuple[float, float]:
         call()
     spent = time.perf_counter() - start
     world.Barrier()
-    sent = int(SENT.read_text()) - before
-    return world.allreduce(spent / calls, MPI.MAX), world.allreduce(sent / calls, MPI.MAX)
+    nbytes = int(SENT.read_text()) - before
+    return world.allreduce(spent / calls, MPI.MAX), world.allreduce(nbytes / calls, MPI.MAX)
 
 
 def measure(calls: dict[str, Call], x: Any, rounds: int) -> dict[str, Figures]:
@@ -127,9 +127,9 @@ def measure(calls: dict[str, Call], x: Any, rounds: int) -> dict[str, Figures]:
     for turn in range(rounds):
         for position in range(len(names)):
             name = names[(position + turn) % len(names)]
-            seconds, sent = burst(calls[name], figures[name].calls)
+            seconds, nbytes_sent = burst(calls[name], figures[name].calls)
             figures[name].seconds.append(seconds)
-            figures[name].sent.append(sent)
+            figures[name].sent.append(nbytes_sent)
     return figures
 
 
@@ -176,8 +176,8 @@ def print_row(size: int, figures: dict[str, Figures], options: argparse.Namespac
     ours = statistics.median(figures["commlib"].seconds)
     cells = ""
     for of in figures.values():
-        seconds, sent = statistics.median(of.seconds), statistics.median(of.sent)
-        cells += f"{seconds * 1e3:>13.3f}{bound / seconds:>6.0%}{sent / need:>7.2f}{seconds / ours:>7.2f}"
+        seconds, nbytes = statistics.median(of.seconds), statistics.median(of.sent)
+        cells += f"{seconds * 1e3:>13.3f}{bound / seconds:>6.0%}{nbytes / need:>7.2f}{seconds / ours:>7.2f}"
     print(f"{size:>10}{bound * 1e3:>10.3f}{cells}{sum(of.wrong for of in figures.values()):>7}", flush=True)
 
 

@@ -6,7 +6,7 @@ A multilayer perceptron 784-width x layers-10, by default of 4 million parameter
 default 64 rows and one thread per rank. The contenders alternate inside one process per rank, each with a separate
 model, in rounds whose order rotates, so they run under the same conditions. With --legacy all use tf_keras instead of
 Keras 3, and TensorFlow's own MultiWorkerMirroredStrategy, which Keras 3 cannot use, is one of them. A round's figure is
-its slowest rank's mean time from the end of one batch to that of the next; the table shows median and spread over
+its slowest rank's mean time from the end of one batch to the end of the next; the table shows median and spread over
 rounds, and the median over rounds of the ratio to no communication.
 """
 

@@ -25,9 +25,9 @@ def start_job(script: str, *, hosts: int, ranks_per_host: int, rate: str, timeou
             command = [find_mpiexec(), "-n", str(ranks_per_host), *command]
             environment = {**launch_settings(ranks_per_host), **os.environ, **environment}
             return subprocess.run(command, env=environment, timeout=timeout).returncode
-        with Hosts(hosts, rate) as made:
+        with Hosts(hosts, rate) as created:
             environment["GLOO_SOCKET_IFNAME"] = "eth0"
-            return made.run(command, ranks_per_host, timeout=timeout, env=environment).returncode
+            return created.run(command, ranks_per_host, timeout=timeout, env=environment).returncode
     except HostsError as error:
         print(f"{name}: {error}", file=sys.stderr)
     except subprocess.TimeoutExpired:

@@ -56,7 +56,7 @@ class Assignment:
 
 
 def moves(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    experts, width, found = arguments.experts, arguments.width, []
+    experts, width, results = arguments.experts, arguments.width, []
     exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(experts, comm.size))
     local = experts // comm.size
     for kib in map(int, arguments.kib.split(",")):
@@ -71,34 +71,34 @@ def moves(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str
         by_token = np.empty_like(gates)
         by_token[assigned.tokens] = gates
         np.testing.assert_array_equal(y, x * by_token[:, None])
-        sent = torch.from_numpy(x)
-        came, back = torch.empty_like(sent), torch.empty_like(sent)
+        source = torch.from_numpy(x)
+        received, back = torch.empty_like(source), torch.empty_like(source)
         counts = torch.from_numpy(assigned.counts)
         received_counts = torch.empty_like(counts)
         calls: dict[str, Call] = {
             "ours": lambda a=assigned, x=x, gates=gates: both_ways(exchange, a, x, gates),  # type: ignore[misc]
-            "gloo": lambda *group, given=(sent, came, back): peer(*given),
-            "gloo, counts": lambda *group, given=(sent, came, back), more=(counts, received_counts): peer(
-                *given, *more
+            "gloo": lambda *group, arrays=(source, received, back): peer(*arrays),
+            "gloo, counts": lambda *group, arrays=(source, received, back), more=(counts, received_counts): peer(
+                *arrays, *more
             ),
         }
-        found.append({"nbytes": rows * 4 * width, "seconds": in_turn(world, calls, arguments.rounds)})
-    return found
+        results.append({"nbytes": rows * 4 * width, "seconds": in_turn(world, calls, arguments.rounds)})
+    return results
 
 
 def both_ways(exchange: Any, assigned: Assignment, x: Array, gates: Array) -> Array:
-    passage, rows, came, _ = exchange.dispatch("bench", assigned, x, gates)
-    found: Array = exchange.combine("bench", passage, rows, came)
-    return found
+    passage, rows, received, _ = exchange.dispatch("bench", assigned, x, gates)
+    combined: Array = exchange.combine("bench", passage, rows, received)
+    return combined
 
 
 def peer(
-    sent: Tensor, came: Tensor, back: Tensor, counts: Tensor | None = None, received_counts: Tensor | None = None
+    source: Tensor, received: Tensor, back: Tensor, counts: Tensor | None = None, received_counts: Tensor | None = None
 ) -> None:
     if counts is not None:
         dist.all_to_all_single(received_counts, counts)
-    dist.all_to_all_single(came, sent)
-    dist.all_to_all_single(back, came)
+    dist.all_to_all_single(received, source)
+    dist.all_to_all_single(back, received)
 
 
 def stepping(model: nn.Module, x: Tensor, of_y: Tensor) -> Call:
@@ -112,8 +112,8 @@ def stepping(model: nn.Module, x: Tensor, of_y: Tensor) -> Call:
         x.grad = None
         for parameter in model.parameters():
             parameter.grad = None
-        found = model(x[None])[0] if isinstance(model, MoE) else model(x)
-        y, loss = (found, auxiliary_loss(model)) if isinstance(found, Tensor) else found
+        output = model(x[None])[0] if isinstance(model, MoE) else model(x)
+        y, loss = (output, auxiliary_loss(model)) if isinstance(output, Tensor) else output
         ((y * of_y).sum() + loss).backward()
         out: Tensor = y.detach()
         return out
@@ -136,11 +136,11 @@ def check(model: Any, by_hand: Any, x: Tensor, of_y: Tensor) -> None:
 
 
 def layer(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for top_k in (1, 2):
         for hidden in map(int, arguments.hidden.split(",")):
-            found.append(_layer(comm, world, arguments, top_k, hidden))
-    return found
+            rows.append(_layer(comm, world, arguments, top_k, hidden))
+    return rows
 
 
 def _layer(comm: Any, world: Any, arguments: argparse.Namespace, top_k: int, hidden: int) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def chain(mixture: Mixture | None, experts: int) -> Callable[[Any], Any]:
             if mixture is None:
                 x = x * tf.reduce_max(logits, 1, keepdims=True)  # gives the logits a gradient, too
                 continue
-            came = route_and_dispatch(x, logits, mixture, lambda logits: mixture.route(logits, training=True), [])
-            x = combine_tokens(came.rows, mixture, came, x)
+            received = route_and_dispatch(x, logits, mixture, lambda logits: mixture.route(logits, training=True), [])
+            x = combine_tokens(received.rows, mixture, received, x)
         return x
 
     def function(x: Any) -> Any:
@@ -65,14 +65,14 @@ def chain(mixture: Mixture | None, experts: int) -> Callable[[Any], Any]:
 
 
 def nodes(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     options = Experts(arguments.experts, top_k=1, force_balanced=True)
     mixture = Mixture("bench", options, ExpertRanks.of(comm, options.count, empty=result_empty))
     for tokens in (1, 16, 256):
         x = tf.random.normal((tokens * comm.size, arguments.width))
         functions = {"nodes": chain(mixture, options.count), "nothing": chain(None, options.count)}
         calls: dict[str, Call] = {name: partial(function, x) for name, function in functions.items()}
-        found.append(
+        rows.append(
             {
                 "tokens": tokens * comm.size,
                 "count": NODES,
@@ -80,7 +80,7 @@ def nodes(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str
                 "parts": parts(mixture, calls["nodes"], arguments.rounds),
             }
         )
-    return found
+    return rows
 
 
 class Dense(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
@@ -111,7 +111,7 @@ def stepping(layer: Any, x: Any, target: Any) -> Call:
 
 
 def steps(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     width, draw = arguments.width, np.random.default_rng(comm.rank)
     shape = 1, arguments.tokens, width  # one sequence; else the loss is over all ranks' rows
     x, target = (tf.constant(draw.normal(size=shape), tf.float32) for _ in range(2))
@@ -122,8 +122,8 @@ def steps(comm: Any, world: Any, arguments: argparse.Namespace) -> list[dict[str
             calls = {"ours": stepping(layer, x, target), "dense": stepping(Dense(width, top_k * hidden), x, target)}
             seconds = in_turn(world, calls, arguments.rounds)
             own = parts(layer.mixture, calls["ours"], arguments.rounds)
-            found.append({"top_k": top_k, "hidden": hidden, "seconds": seconds, "parts": own})
-    return found
+            rows.append({"top_k": top_k, "hidden": hidden, "seconds": seconds, "parts": own})
+    return rows
 
 
 def per_node(row: dict[str, Any]) -> list[float]:

@@ -23,15 +23,15 @@ def in_turn(world: Any, calls: dict[str, Call], rounds: int) -> dict[str, list[f
     for turn in range(rounds + 1):
         for place in range(len(names)):
             name = names[(place + turn) % len(names)]
-            taken = bursts[name]()
+            elapsed = bursts[name]()
             if turn:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
     return seconds
 
 
 def parts(mixture: Any, step: Call, rounds: int) -> dict[str, float]:
     """Return the mean seconds of a step of this rank, and of its parts outside PyTorch."""
-    found: list[dict[str, float]] = []
+    samples: list[dict[str, float]] = []
     for _ in range(rounds):
         spent: dict[str, float] = {}
         with record_times(mixture, spent, []):
@@ -41,8 +41,8 @@ def parts(mixture: Any, step: Call, rounds: int) -> dict[str, float]:
             for _ in range(20):
                 step()
             spent["step"] = time.perf_counter() - began
-        found.append({name: seconds / 20 for name, seconds in spent.items()})
-    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in found[0]}
+        samples.append({name: seconds / 20 for name, seconds in spent.items()})
+    return {name: statistics.median(one.get(name, 0.0) for one in samples) for name in samples[0]}
 
 
 @contextmanager
@@ -59,10 +59,10 @@ def record_times(mixture: Any, spent: dict[str, float], counts: list[list[int]])
         setattr(owner, name, _timed(getattr(owner, name), part, spent))
     dispatch = exchange.dispatch
 
-    def noting(*given: Any) -> Any:
-        found = dispatch(*given)
-        counts.append(found[3].tolist())
-        return found
+    def noting(*arguments: Any) -> Any:
+        result = dispatch(*arguments)
+        counts.append(result[3].tolist())
+        return result
 
     exchange.dispatch = noting
     try:
@@ -76,11 +76,11 @@ def record_times(mixture: Any, spent: dict[str, float], counts: list[list[int]])
 
 
 def _timed(function: Callable[..., Any], part: str, spent: dict[str, float]) -> Callable[..., Any]:
-    def timed(*given: Any, **more: Any) -> Any:
+    def timed(*arguments: Any, **keywords: Any) -> Any:
         began = time.perf_counter()
-        found = function(*given, **more)
+        result = function(*arguments, **keywords)
         spent[part] = spent.get(part, 0.0) + time.perf_counter() - began
-        return found
+        return result
 
     return timed
 

@@ -40,13 +40,13 @@ class AllToAllRows(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        sent, came = ctx.splits
-        return exchanged(gradient.contiguous(), came, sent), None
+        splits, takes = ctx.splits
+        return exchanged(gradient.contiguous(), takes, splits), None
 
 
-def exchanged(rows: Tensor, sent: list[int], came: list[int]) -> Tensor:
-    out = rows.new_empty(sum(came), *rows.shape[1:])
-    dist.all_to_all_single(out, rows, came, sent)
+def exchanged(rows: Tensor, splits: list[int], takes: list[int]) -> Tensor:
+    out = rows.new_empty(sum(takes), *rows.shape[1:])
+    dist.all_to_all_single(out, rows, takes, splits)
     return out
 
 
@@ -69,19 +69,18 @@ class ManualMoE(nn.Module):
         expert, order = chosen.flatten().sort(stable=True)
         tokens = order // self.top_k
         counts = torch.bincount(expert, minlength=self.count)
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts)
-        sent = counts.view(self.ranks, -1).sum(1).tolist()
-        segments = coming.view(self.ranks, -1)
-        came = segments.sum(1).tolist()
-
-        parts = AllToAllRows.apply(x.index_select(0, tokens), (sent, came)).split(coming.tolist())  # type: ignore[no-untyped-call]
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(incoming, counts)
+        splits = counts.view(self.ranks, -1).sum(1).tolist()
+        segments = incoming.view(self.ranks, -1)
+        takes = segments.sum(1).tolist()
+        parts = AllToAllRows.apply(x.index_select(0, tokens), (splits, takes)).split(incoming.tolist())  # type: ignore[no-untyped-call]
         each = [
             expert(torch.cat(parts[e :: self.local])).split(segments[:, e].tolist())
             for e, expert in enumerate(self.experts)
         ]
         out = torch.cat([each[e][rank] for rank in range(self.ranks) for e in range(self.local)])
-        back = AllToAllRows.apply(out, (came, sent))  # type: ignore[no-untyped-call]
+        back = AllToAllRows.apply(out, (takes, splits))  # type: ignore[no-untyped-call]
 
         weighted = back * gates.flatten().index_select(0, order).unsqueeze(1)
         y = torch.zeros_like(x).index_add(0, tokens, weighted)
@@ -109,11 +108,11 @@ class OneHotMoE(nn.Module):
         capacity = max(4, math.ceil(self.factor * self.top_k * len(x) / self.count))
         shares = torch.softmax(self.router(x.float()), -1)
         chosen = shares.topk(self.top_k).indices
-        masks, places, taken = [], [], shares.new_zeros(self.count)
+        masks, places, filled = [], [], shares.new_zeros(self.count)
         for j in range(self.top_k):
             mask = F.one_hot(chosen[:, j], self.count).to(shares.dtype)
-            place = mask.cumsum(0) - 1 + taken
-            taken = taken + mask.sum(0)
+            place = mask.cumsum(0) - 1 + filled
+            filled = filled + mask.sum(0)
             masks.append(mask * (place < capacity))
             places.append(place)
         gates = [(shares * mask).sum(-1) for mask in masks]
@@ -128,9 +127,9 @@ class OneHotMoE(nn.Module):
         self.dropped = 1 - float(sum(mask.detach().sum() for mask in masks)) / (len(x) * self.top_k)
 
         equal = [self.count // self.ranks] * self.ranks, [self.count // self.ranks] * self.ranks
-        sent = torch.einsum("sec,sm->ecm", dispatch, x)
-        came = AllToAllRows.apply(sent, equal).view(self.ranks, self.local, capacity, -1)  # type: ignore[no-untyped-call]
-        each = [expert(came[:, e].reshape(self.ranks * capacity, -1)) for e, expert in enumerate(self.experts)]
+        slots = torch.einsum("sec,sm->ecm", dispatch, x)
+        received = AllToAllRows.apply(slots, equal).view(self.ranks, self.local, capacity, -1)  # type: ignore[no-untyped-call]
+        each = [expert(received[:, e].reshape(self.ranks * capacity, -1)) for e, expert in enumerate(self.experts)]
         out = torch.stack([one.view(self.ranks, capacity, -1) for one in each], 1).flatten(0, 1)
         back = AllToAllRows.apply(out, equal)  # type: ignore[no-untyped-call]
         y = torch.einsum("sec,ecm->sm", combine, back)

@@ -43,12 +43,12 @@ def main() -> None:
     names = [f"tensor {number}" for number in range(arguments.tensors)]
     order = list(range(arguments.tensors))
     shuffle = random.Random(world.rank).shuffle
-    asking: list[float] = []
+    submit_seconds: list[float] = []
 
     def named() -> None:
         start = time.perf_counter()
         works = [hvd.start_allreduce([arrays[n]], [arrays[n]], names[n], op=hvd.Sum) for n in order]
-        asking.append(time.perf_counter() - start)
+        submit_seconds.append(time.perf_counter() - start)
         for work in works:
             work.wait()
 
@@ -94,10 +94,10 @@ def main() -> None:
             spread = f"{1e3 * min(times):.1f}-{1e3 * max(times):.1f}"
             each = 1e6 * middle / arguments.tensors
             print(f"{name:<15}{1e3 * middle:>9.2f}{each:>9.2f}{spread:>20}{middle / peer:>8.2f}")
-        ask = 1e6 * statistics.median(asking) / arguments.tensors
-        print(f"submitting one takes {ask:.2f} us; the first cycle took {1e3 * first:.1f} ms in total")
+        submit = 1e6 * statistics.median(submit_seconds) / arguments.tensors
+        print(f"submitting one takes {submit:.2f} us; the first cycle took {1e3 * first:.1f} ms in total")
         if arguments.out:
-            measured = {"asking": asking, "first": first, "seconds": seconds}
+            measured = {"asking": submit_seconds, "first": first, "seconds": seconds}
             record.write(arguments.out, "named", facts, arguments, wrong=wrong, **measured)
     if wrong:
         raise SystemExit(f"{wrong} wrong results")

@@ -96,9 +96,9 @@ def show(seconds: dict[str, list[float]], statistics_of: dict[str, Any]) -> None
     for name, values in seconds.items():
         step = statistics.median(values)
         cells = f"{step * 1e3:>10.1f}{step / reference:>8.3f}"
-        if (known := statistics_of.get(name)) is not None:
-            for total in (known.exposed_seconds, known.hidden_seconds):
-                cells += f"{total / known.reductions * 1e3:>10.1f}"
+        if (totals := statistics_of.get(name)) is not None:
+            for total in (totals.exposed_seconds, totals.hidden_seconds):
+                cells += f"{total / totals.reductions * 1e3:>10.1f}"
         print(f"{name:<24}{cells}")
 
 
@@ -114,7 +114,7 @@ def work(options: argparse.Namespace) -> int:
         print(f"{options.framework}, {options.hosts} hosts, {options.rate}, {options.rows} rows per rank, ms a step")
         show(seconds, statistics_of)
         if options.out:
-            reports = {name: asdict(known) for name, known in statistics_of.items()}
+            reports = {name: asdict(totals) for name, totals in statistics_of.items()}
             options.keras = None  # a module in TensorFlow
             record.write(options.out, "overlap", facts, options, seconds=seconds, statistics=reports)
     return 0

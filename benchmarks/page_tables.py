@@ -59,19 +59,21 @@ def channel(records: Sequence[Record]) -> str:
     """Messages: the channel's time, and the ratio of the other contenders' times to it, a table for each pattern."""
     parts = []
     for pattern in records[0]["options"]["patterns"]:
-        found: dict[int, list[dict[str, float]]] = {}
+        by_size: dict[int, list[dict[str, float]]] = {}
         for record in records:
             own = [row for row in record["rows"] if row["pattern"] == pattern]
             for size in dict.fromkeys(row["bytes"] for row in own):
-                found.setdefault(size, []).append({row["contender"]: row["us"] for row in own if row["bytes"] == size})
-        others = [name for name in next(iter(found.values()))[0] if name != "channel"]
+                by_size.setdefault(size, []).append(
+                    {row["contender"]: row["us"] for row in own if row["bytes"] == size}
+                )
+        others = [name for name in next(iter(by_size.values()))[0] if name != "channel"]
         rows = (
             [
                 bytes_text(size),
                 time_text(statistics.median(one["channel"] for one in starts) / 1e6),
                 *(spread_text([one[name] / one["channel"] for one in starts]) for name in others),
             ]
-            for size, starts in found.items()
+            for size, starts in by_size.items()
         )
         parts.append(f"Pattern `{pattern}`:\n\n" + table(["bytes", "channel", *(f"{n}, times" for n in others)], rows))
     return "\n\n".join(parts)
@@ -243,14 +245,14 @@ def tensor(records: Sequence[Record]) -> str:
         middle = {
             who: [statistics.median(one["seconds"][who]) for one in of] for who in ("ours", "computes", "one process")
         }
-        kept = [[sum(one["kept"][who].values()) / 1e6 for one in of] for who in ("ours", "one process")]
+        saved = [[sum(one["kept"][who].values()) / 1e6 for one in of] for who in ("ours", "one process")]
         rows.append([
             str(of[0]["tokens"]),
             range_text([1e3 * value for value in middle["ours"]], ".2f"),
             spread_text(ratios(of, "ours", "torch")),
             range_text([1e3 * value for value in middle["computes"]], ".2f"),
             range_text([a / b for a, b in zip(middle["one process"], middle["ours"], strict=True)], ".2f"),
-            f"{range_text(kept[0], '.1f')} of {range_text(kept[1], '.1f')}",
+            f"{range_text(saved[0], '.1f')} of {range_text(saved[1], '.1f')}",
             f"{bytes_text(of[0]['reduced'])} ({bytes_text(of[0]['formula'])})",
         ])  # fmt: skip
     columns = ["tokens", "ms a step", "times DTensor on gloo", "computing alone, ms", "speed-up over one process",
@@ -359,11 +361,11 @@ def compression(records: Sequence[Record]) -> str:
     rows = []
     for name in records[0]["figures"]:
         of = [record["figures"][name] for record in records]
-        sent = [statistics.mean(one["sent"]) / 1024 for one in of if None not in one["sent"]]
+        kib = [statistics.mean(one["sent"]) / 1024 for one in of if None not in one["sent"]]
         rows.append([
             name,
             range_text([1e3 * statistics.median(one["seconds"]) for one in of], ".0f"),
-            range_text(sent, ".0f"),
+            range_text(kib, ".0f"),
             range_text([one["validation"][-1][2] for one in of], ".3f"),
         ])  # fmt: skip
     return table(["contender", "ms a step", "KiB sent per rank", "validation loss"], rows)
@@ -380,7 +382,7 @@ def codecs(records: Sequence[Record]) -> str:
 
 
 def ratios(records: Sequence[Record], base: str, name: str) -> list[float]:
-    """Return the ratio of a contender's time to that of `base`, per start; of a single start, per inner round."""
+    """Return the ratio of a contender's time to the time of `base`, per start; of a single start, per inner round."""
     if len(records) == 1:
         seconds = records[0]["seconds"]
         return inner([one / other for one, other in zip(seconds[name], seconds[base], strict=True)])
@@ -433,9 +435,9 @@ def gpu_steps(records: Sequence[Record]) -> str:
     """Training steps: their time, and their exposed communication in per cent of a step without communication."""
     lines = []
     for name in records[0]["seconds"]:
-        taken = [1e3 * each for record in records for each in record["seconds"][name]]
+        milliseconds = [1e3 * each for record in records for each in record["seconds"][name]]
         exposed = statistics.median(record["exposed_percent"][name] for record in records)
-        lines.append([name, spread_text(taken), f"{exposed:.1f}"])
+        lines.append([name, spread_text(milliseconds), f"{exposed:.1f}"])
     return table(["step", "ms", "exposed, %"], lines)
 
 

@@ -119,8 +119,8 @@ def page(topic: Topic, records: Sequence[Record]) -> str:
             sections.setdefault(heading(record), []).append(record)
     if not sections:
         parts.append("No results are published yet.")
-    for title, found in sections.items():
-        parts += [f"## {title}", facts_text(found), topic.tables[kind_of(found[0])](found)]
+    for title, group in sections.items():
+        parts += [f"## {title}", facts_text(group), topic.tables[kind_of(group[0])](group)]
     return "\n\n".join(parts) + "\n"
 
 

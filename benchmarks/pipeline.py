@@ -111,7 +111,7 @@ def in_turn(comm: Any, steps: dict[str, Step], rounds: int, repeats: int) -> dic
 
 
 def peers(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for kind, rows, width in SIZES:
         for name in arguments.schedules.split(","):
             count = arguments.microbatches
@@ -123,8 +123,8 @@ def peers(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             alone = max(comm.all_gather_object(compute_seconds(layers(kind, LAYERS, width), x[:rows], y[:rows])))
             seconds = in_turn(comm, steps, arguments.rounds, max(1, round(5e-3 / alone)))
             size = {"kind": kind, "rows": rows, "width": width, "nbytes": x[:rows].nbytes}
-            found.append({**size, "schedule": name, "computes": alone, "seconds": seconds})
-    return found
+            results.append({**size, "schedule": name, "computes": alone, "seconds": seconds})
+    return results
 
 
 def compute_seconds(part: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -202,7 +202,7 @@ def bubble(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Compare the time of sleeping stages with the simulator's; the mean oversleep is measured first."""
     unit = arguments.sleep_ms / 1e3
     late = statistics.mean(_oversleep(unit) for _ in range(100))  # they add up
-    found = []
+    rows = []
     for name in ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipev"):
         for kind in ("even", "uneven"):
             schedule = make(name, comm.size, arguments.microbatches)
@@ -221,7 +221,7 @@ def bubble(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             seconds = in_turn(comm, {"ours": runner.run}, 5, 1)["ours"]
             busy = sum(expected.busy) / comm.size
             got = statistics.median(seconds)
-            found.append(
+            rows.append(
                 {
                     "schedule": name,
                     "stages": kind,
@@ -232,7 +232,7 @@ def bubble(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )
             runner.close()
-    return found
+    return rows
 
 
 def _oversleep(seconds: float) -> float:
@@ -242,7 +242,7 @@ def _oversleep(seconds: float) -> float:
 
 
 def overhead(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for name in ("1f1b", "zb_h1", "interleaved"):
         schedule = make(name, comm.size, 64)
         own = {s: SleepingStage(s, schedule.stages, 0) for s in schedule.stages_of(comm.rank)}
@@ -250,9 +250,9 @@ def overhead(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         runner = Runner(comm.split(0, name=name), lowered, own, Arrays())
         seconds = in_turn(comm, {"ours": runner.run}, arguments.rounds, 5)["ours"]
         actions = max(len(program) for program in lowered.schedule.programs)
-        found.append({"schedule": name, "actions": actions, "seconds": seconds})
+        rows.append({"schedule": name, "actions": actions, "seconds": seconds})
         runner.close()
-    return found
+    return rows
 
 
 def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
@@ -260,10 +260,10 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
     from rich.table import Table
 
     def table(title: str, *columns: str) -> Table:
-        made = Table(title=f"{title}, {ranks} ranks")
+        result = Table(title=f"{title}, {ranks} ranks")
         for column in columns:
-            made.add_column(column, justify="right")
-        return made
+            result.add_column(column, justify="right")
+        return result
 
     console = Console(width=120)
     columns = ("computes, ms", "KiB", "schedule", "ours, ms", "torch, ms", "ratio")
@@ -279,9 +279,9 @@ def show(measured: dict[str, list[dict[str, Any]]], ranks: int) -> None:
     console.print(one)
     two = table("bubble", "schedule", "stages", "ms", "simulated, ms", "bubble", "simulated")
     for row in measured["bubble"]:
-        got = 1e3 * statistics.median(row["seconds"])
+        milliseconds = 1e3 * statistics.median(row["seconds"])
         bubbles = (row["bubble"], row["simulated_bubble"])
-        shown = (f"{got:.1f}", f"{1e3 * row['simulated']:.1f}", *(f"{value:.3f}" for value in bubbles))
+        shown = (f"{milliseconds:.1f}", f"{1e3 * row['simulated']:.1f}", *(f"{value:.3f}" for value in bubbles))
         two.add_row(row["schedule"], row["stages"], *shown)
     console.print(two)
     three = table("overhead", "schedule", "actions", "us per action")

@@ -63,12 +63,12 @@ class SleepingLayer(keras.layers.Layer):  # type: ignore[misc]  # Keras has no t
 def model_of(kind: str, width: int, row_seconds: float) -> Any:
     """Return a model of LAYERS identical layers, the same on every rank."""
     keras.utils.set_random_seed(0)
-    made = [keras.Input((width,))]
+    layers = [keras.Input((width,))]
     for _ in range(LAYERS):
         if kind == "sleeping":
-            made.append(SleepingLayer(row_seconds / LAYERS))
-        made.append(keras.layers.Dense(width, activation="relu"))
-    return keras.Sequential(made)
+            layers.append(SleepingLayer(row_seconds / LAYERS))
+        layers.append(keras.layers.Dense(width, activation="relu"))
+    return keras.Sequential(layers)
 
 
 class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
@@ -99,21 +99,21 @@ def measured(comm: Any, pipe: Any, step: Callable[[], float]) -> tuple[Costs, fl
     """Return the cost of each stage, measured by its rank while all ranks run, and a step's time outside the schedule.
 
     Costs are means over the actions of a kind. The time outside the schedule splits the batch and updates weights; it
-    is that of the rank that waits least.
+    is taken from the rank that waits least.
     """
     runner = pipe.pipe.runner
     program = pipe.pipe.lowered.schedule.programs[comm.rank]
-    found: dict[tuple[int, Kind], list[float]] = {}
+    durations: dict[tuple[int, Kind], list[float]] = {}
     rests = []
     runner.spans = []
     for _ in range(3):
         whole = step()
         for action, (began, ended) in zip(program, runner.spans, strict=True):
-            found.setdefault((action.stage, action.kind), []).append(ended - began)
+            durations.setdefault((action.stage, action.kind), []).append(ended - began)
         rests.append(whole - (runner.spans[-1][1] - runner.spans[0][0]))
     runner.spans = None
     cost_of: dict[tuple[int, Kind], float] = {}
-    for one in comm.all_gather_object({key: statistics.mean(values) for key, values in found.items()}):
+    for one in comm.all_gather_object({key: statistics.mean(values) for key, values in durations.items()}):
         cost_of |= one
     stages = range(pipe.pipe.schedule.stages)
     sends = [value for (_, kind), value in cost_of.items() if kind in (Kind.SEND_F, Kind.SEND_B)]

@@ -46,7 +46,7 @@ def all_reduce(size: int, peer: str) -> Ratios:
 def verb_on_gpu(size: int) -> Ratios:
     """Return the ratio of an all-reduce of GPU arrays in symmetric memory, by medians of the rounds."""
 
-    def found(records: Sequence[Record]) -> list[float]:
+    def of_records(records: Sequence[Record]) -> list[float]:
         seconds = next(
             row["seconds"]
             for record in records
@@ -55,23 +55,23 @@ def verb_on_gpu(size: int) -> Ratios:
         )
         return [statistics.median(seconds["gloo"]) / statistics.median(seconds["commlib"])]
 
-    return found
+    return of_records
 
 
 def between_hosts(size: int, peer: str) -> Ratios:
     """Return the ratios of an all-reduce between hosts."""
 
-    def found(records: Sequence[Record]) -> list[float]:
+    def of_records(records: Sequence[Record]) -> list[float]:
         rows = [next(row for row in record["rows"] if row["size"] == size) for record in records]
         return [statistics.median(row[peer]["seconds"]) / statistics.median(row["commlib"]["seconds"]) for row in rows]
 
-    return found
+    return of_records
 
 
 def exchange(size: int, contender: str) -> Ratios:
     """Return the ratios of all_to_all_v with equal counts."""
 
-    def found(records: Sequence[Record]) -> list[float]:
+    def of_records(records: Sequence[Record]) -> list[float]:
         times = [
             {
                 row["contender"]: row["us"]
@@ -82,7 +82,7 @@ def exchange(size: int, contender: str) -> Ratios:
         ]
         return [one["MPI"] / one[contender] for one in times]
 
-    return found
+    return of_records
 
 
 def step(peer: str, ours: str) -> Ratios:
@@ -93,14 +93,14 @@ def step(peer: str, ours: str) -> Ratios:
 def part(name: str, peer: str, **of: Any) -> Ratios:
     """Return the ratios of the row of a record's part that has these values."""
 
-    def found(records: Sequence[Record]) -> list[float]:
+    def of_records(records: Sequence[Record]) -> list[float]:
         rows = [
             next(row for row in record[name] if all(row[key] == value for key, value in of.items()))
             for record in records
         ]
         return ratios(rows, "ours", peer)
 
-    return found
+    return of_records
 
 
 _KI, _MI = 1 << 10, 1 << 20
@@ -190,7 +190,7 @@ def speeds(links: str, *, all_rows: bool, folder: Path = RESULTS) -> str:
 def fill(text: str, contents: str) -> str:
     """Return a page with the text between its marks replaced. Raises ValueError for a page without marks."""
     before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
+    _, marker, after = rest.partition(END)
+    if not marker:
         raise ValueError(f"the page has no {BEGIN} or {END}")
     return f"{before}{BEGIN}\n\n{contents}\n\n{END}{after}"

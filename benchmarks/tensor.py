@@ -111,20 +111,20 @@ def in_turn(comm: Any, steps: dict[str, Step], x: Tensor, rounds: int, repeats: 
     return seconds
 
 
-def kept(model: nn.Module, x: Tensor) -> dict[str, int]:
+def saved_bytes(model: nn.Module, x: Tensor) -> dict[str, int]:
     """Return the bytes of the parameters, and of the tensors that forward saves for backward."""
-    seen: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         out = model(x)  # held: later tensors must not reuse its memory
-        activations = sum(seen.values())
+        activations = sum(sizes.values())
         del out
     return {"parameters": sum(p.numel() * p.element_size() for p in model.parameters()), "activations": activations}
 
@@ -139,7 +139,7 @@ def reduced_bytes(comm: Any, step: Step, x: Tensor) -> int:
 
 
 def measure(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     models = {
         "ours": ours(comm, arguments),
         "torch": theirs(comm, arguments),
@@ -151,16 +151,16 @@ def measure(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         torch.manual_seed(1)
         x = torch.randn(1, tokens, arguments.width, requires_grad=True)
         seconds = in_turn(comm, steps, x, arguments.rounds, max(1, 256 // tokens // 4))
-        found.append(
+        rows.append(
             {
                 "tokens": tokens,
                 "seconds": seconds,
-                "kept": {name: kept(models[name], x) for name in ("ours", "one process")},
+                "kept": {name: saved_bytes(models[name], x) for name in ("ours", "one process")},
                 "reduced": reduced_bytes(comm, steps["ours"], x),
                 "formula": 4 * tokens * arguments.width * 4 if comm.size > 1 else 0,
             }
         )
-    return found
+    return rows
 
 
 def show(measured: list[dict[str, Any]], ranks: int) -> None:

@@ -62,7 +62,7 @@ def chain(comm: Any, count: int, *, backward: bool) -> Callable[[Any], Any]:
 
 
 def moves(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for elements in (1, 4096, 262144):
         x = tf.ones((elements,), tf.float32)
         for backward in (False, True):
@@ -70,8 +70,8 @@ def moves(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             runs = {name: _timed(function, x) for name, function in functions.items()}
             seconds = in_turn(comm, runs, arguments.rounds)
             count = MOVES * (1 + backward)
-            found.append({"nbytes": 4 * elements, "backward": backward, "count": count, "seconds": seconds})
-    return found
+            rows.append({"nbytes": 4 * elements, "backward": backward, "count": count, "seconds": seconds})
+    return rows
 
 
 def _timed(function: Callable[[Any], Any], x: Any) -> Run:
@@ -87,12 +87,12 @@ def _timed(function: Callable[[Any], Any], x: Any) -> Run:
 def model_of(width: int) -> Any:
     """Return a model of feed-forward blocks with residuals, the same on every rank."""
     keras.utils.set_random_seed(0)
-    x = given = keras.Input((width,))
+    x = inputs = keras.Input((width,))
     for block in range(BLOCKS):
         h = keras.layers.LayerNormalization()(x)
         h = keras.layers.Dense(4 * width, activation="gelu", name=f"up_{block}")(h)
         x = keras.layers.Add()([x, keras.layers.Dense(width, name=f"down_{block}")(h)])
-    return keras.Model(given, x)
+    return keras.Model(inputs, x)
 
 
 class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
@@ -121,12 +121,12 @@ def fit(model: Any, rows: int, width: int) -> Run:
 
 
 def fits(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for rows, width in SIZES:
         divided = parallelize(model_of(width), comm, {"up_*": Column(), "down_*": Row()})
         runs = {"divided": fit(divided, rows, width), "one process": fit(model_of(width), rows, width)}
-        found.append({"rows": rows, "width": width, "seconds": in_turn(comm, runs, arguments.rounds)})
-    return found
+        results.append({"rows": rows, "width": width, "seconds": in_turn(comm, runs, arguments.rounds)})
+    return results
 
 
 def in_turn(comm: Any, runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
@@ -137,8 +137,8 @@ def in_turn(comm: Any, runs: dict[str, Run], rounds: int) -> dict[str, list[floa
         for place in range(len(names)):
             name = names[(place + turn) % len(names)]
             comm.barrier()
-            taken = runs[name]() if name != "one process" or comm.rank == 0 else 0.0
-            slowest = max(comm.all_gather_object(taken))
+            elapsed = runs[name]() if name != "one process" or comm.rank == 0 else 0.0
+            slowest = max(comm.all_gather_object(elapsed))
             if turn:
                 seconds[name].append(slowest)
     return seconds

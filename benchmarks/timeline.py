@@ -81,7 +81,7 @@ def measure(
     comm: Any, run: Block, count: int, options: argparse.Namespace, folder: Path
 ) -> dict[str, list[list[float]]]:
     """Return the wall and the processor seconds of one step or call of each round, without a timeline and with one."""
-    found: dict[str, list[list[float]]] = {"off": [], "on": []}
+    samples: dict[str, list[list[float]]] = {"off": [], "on": []}
     for turn in range(options.warm_up + options.rounds):
         for name in ("off", "on") if turn % 2 else ("on", "off"):
             trace = commlib.timeline(str(folder / "trace{rank}.json")) if name == "on" else None
@@ -93,8 +93,10 @@ def measure(
                 trace.stop()  # waits until everything is written
             everyone = comm.all_gather_object((took, time.process_time() - used))
             if turn >= options.warm_up:
-                found[name].append([max(wall for wall, _ in everyone) / count, sum(cpu for _, cpu in everyone) / count])
-    return found
+                samples[name].append(
+                    [max(wall for wall, _ in everyone) / count, sum(cpu for _, cpu in everyone) / count]
+                )
+    return samples
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ while [ $i -lt "$count" ]; do
     ip link add p$i type veth peer name e$i
     ip link set p$i master br0 up
     shape p$i
-    # What it leaves in the background keeps its namespaces.
+    # Its background processes keep its namespaces.
     unshare --net --uts --ipc --mount sh -c "$HOST" "$0" "$run" $i "$rate" "$burst"
     i=$((i + 1))
 done
@@ -91,7 +91,7 @@ exec nsenter --target "$(cat "$run/$host")" --net --uts --ipc --mount \\
 
 
 class HostsError(RuntimeError):
-    """Hosts could not be created, or are gone."""
+    """Hosts could not be created, or no longer exist."""
 
 
 class Hosts:
@@ -167,7 +167,7 @@ class Hosts:
         """Run a command under mpiexec with `ranks_per_host` ranks on each host, in order of the hosts.
 
         env: added to the environment. capture: return standard output and error instead of passing them on.
-        Raises subprocess.TimeoutExpired after `timeout` seconds; the hosts and all their processes are gone then.
+        Raises subprocess.TimeoutExpired after `timeout` seconds; the hosts and all their processes have ended by then.
         """
         ranks = [ranks_per_host] * len(self.names) if isinstance(ranks_per_host, int) else list(ranks_per_host)
         if len(ranks) != len(self.names) or min(ranks) < 1:

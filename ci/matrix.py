@@ -1,4 +1,4 @@
-"""Matrix: which suite `ci/test` runs in which extent, under which MPI and on how many ranks.
+"""Matrix: the suites of `ci/test`, with their extents, MPI libraries and numbers of ranks.
 
 quick: style, types, documents, unit tests, and the verbs on 2 ranks: some minutes. usual: what CI runs, at most half an
 hour on 2 cores. full: all parameters, and tests marked `long` too: some two hours.
@@ -39,7 +39,7 @@ class Suite:
     again: str = ""
     variants: int = 0
     options: tuple[str, ...] = ()
-    title: str = ""  # what the name says beside folder and ranks
+    title: str = ""  # the part of the name after folder and ranks
 
     def pytest(self) -> list[str]:
         """Return the options of pytest."""
@@ -125,8 +125,8 @@ SUITES = (
 _TWO_RANKS = """
 import sys
 from mpi4py import MPI
-met = f"{MPI.COMM_WORLD.size} ranks under " + MPI.get_vendor()[0].replace(" ", "").lower()
-sys.exit(met != f"2 ranks under {sys.argv[1]}" and f"expected 2 ranks under {sys.argv[1]}, got {met}")
+world = f"{MPI.COMM_WORLD.size} ranks under " + MPI.get_vendor()[0].replace(" ", "").lower()
+sys.exit(world != f"2 ranks under {sys.argv[1]}" and f"expected 2 ranks under {sys.argv[1]}, got {world}")
 """
 
 

@@ -1,4 +1,4 @@
-"""Parts: run commands two at a time, print each as it goes on, in order, and sum up how they went.
+"""Parts: run commands two at a time, print the output of each as it runs, in order, and summarise the results.
 
 Most tests wait for most of the time, so two parts keep two cores busy; LANES=1 runs one after another. A part may take
 long, but it is ended when it has printed nothing for 5 minutes (SILENCE=seconds).
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SILENCE = os.environ.get("SILENCE", "300")  # seconds: more than any one test may take
-LONGEST = 7200  # seconds of one part, even if it goes on printing
+LONGEST = 7200  # seconds of one part, even if it still prints
 _COLOR = re.compile(r"\033\[[0-9;]*m")
 _LAST = re.compile(r"^=* ?\d+ (passed|failed|skipped|error).* in [\d.]+s", re.MULTILINE)
 _REASON = re.compile(r"^SKIPPED \[\d+\] \S+ (.*)$", re.MULTILINE)
@@ -42,7 +42,7 @@ class Part:
         if self.code:
             return "FAILED"
         text = _COLOR.sub("", self.log.read_text(errors="replace"))
-        lines = [found[0] for found in _LAST.finditer(text)]
+        lines = [match[0] for match in _LAST.finditer(text)]
         skipped = re.search(r"\d+ skipped", lines[-1]) if lines else None
         if skipped is None:
             return "ok"
@@ -107,7 +107,7 @@ class Lanes:
             return None if self._is_over else next(waiting, None)
 
     def _follow(self, part: Part) -> None:
-        """Print what a part prints, until it has ended."""
+        """Print the output of a part until it has ended."""
         while not part.log.exists() and part.code is None:
             time.sleep(0.05)
         with part.log.open("rb") as log:

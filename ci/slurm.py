@@ -112,11 +112,14 @@ class Slurm:
         folder, self._folder = self._folder, None
         if folder is None:
             return
-        with contextlib.suppress(HostsError):  # HostsError: the hosts are gone, and Slurm with them
+        with contextlib.suppress(HostsError):  # HostsError: the hosts have ended, and Slurm with them
             if self._is_up:
-                self._ask(folder, 'scancel --user=root; until [ -z "$(squeue --noheader)" ]; do sleep 0.05; done')
+                self._run_on_controller(
+                    folder, 'scancel --user=root; until [ -z "$(squeue --noheader)" ]; do sleep 0.05; done'
+                )
             if pids := [text for file in folder.glob("*.pid") if (text := file.read_text().strip())]:
-                self._ask(folder, f"kill -KILL {' '.join(pids)}")  # these are PIDs of the hosts' namespace
+                # These are PIDs of the hosts' namespace.
+                self._run_on_controller(folder, f"kill -KILL {' '.join(pids)}")
         self._is_up = False
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -190,7 +193,7 @@ class Slurm:
         ends = (f"\n--- {log.name}:\n{log.read_text()[-1500:]}" for log in sorted(self._folder.glob("*.log")))
         return "".join(ends)
 
-    def _ask(self, folder: Path, text: str) -> None:
+    def _run_on_controller(self, folder: Path, text: str) -> None:
         """Run a shell command for at most 10 s, and ignore its result."""
         command = self._command(folder, ["timeout", "10", "sh", "-c", text], "h0")
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)

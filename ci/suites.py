@@ -26,15 +26,15 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(venv: str, more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a part: python and mpiexec are those of a virtual environment."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    """Return the environment of a part: python and mpiexec come from a virtual environment."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # Two parts share the cores, so a rank that waits in Open MPI gives its core away. With bytecode, hundreds of
     # processes need not compile the sources again.
-    return {**kept, "OMPI_MCA_mpi_yield_when_idle": "1", **more, "PATH": f"{venv}/bin:{os.environ['PATH']}"}
+    return {**variables, "OMPI_MCA_mpi_yield_when_idle": "1", **more, "PATH": f"{venv}/bin:{os.environ['PATH']}"}
 
 
 def pytest(suite: matrix.Suite, launcher: Sequence[str], always: Sequence[str]) -> list[str]:
-    """Return the command of a suite. A folder that is missing is an error, and so is one without a test."""
+    """Return the command of a suite. A missing folder is an error, and a folder without a test, too."""
     # The ranks would write the same cache at once. Output is lines that end, because launchers pass on lines.
     color = "yes" if sys.stdout.isatty() else "no"
     plugins = [f"-ptests.plugins.{name}" for name in ("moving", "again", "variants")]
@@ -73,8 +73,8 @@ def parts(
 
 def remove_shared_memory(since: float) -> None:
     """Remove what aborted jobs of this run left in shared memory, megabytes each (MPICH), unless a process maps it."""
-    found = [*Path("/dev/shm").glob("mpich_shm_*"), *Path("/dev/shm").glob("sm_segment.*")]
-    for file in found:
+    files = [*Path("/dev/shm").glob("mpich_shm_*"), *Path("/dev/shm").glob("sm_segment.*")]
+    for file in files:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             status = file.stat()
             if status.st_uid == os.getuid() and status.st_mtime > since and not any(_maps(file.name)):

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Run a command for as long as it goes on printing: on a slow machine it may take its time, but it cannot hang.
+"""Run a command for as long as it prints: on a slow machine it may take its time, but it cannot hang.
 
     python ci/while_moving.py SECONDS[:MOST] COMMAND...
 
-What it prints, on standard output and standard error, is passed on to standard output at once. When nothing has come
-for so many seconds the command is asked to end, with all processes of its group, and killed 10 s later; the exit code
-is 124 then. So it is if the command goes on for more than MOST seconds, printing. Else it is the command's, 128 + n if
-a signal n ended it. SIGTERM, SIGINT and SIGHUP end the command too.
+Its standard output and standard error are forwarded to standard output at once. If it prints nothing for SECONDS,
+the command and all processes of its group get SIGTERM, and SIGKILL 10 s later, and the exit code is 124; likewise if
+it runs for more than MOST seconds. Otherwise the exit code is the command's, or 128 + n if signal n ended it.
+SIGTERM, SIGINT and SIGHUP end the command too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import sys
 import time
 from types import FrameType
 
-STALLED = 124  # what `timeout` says
-GRACE = 10.0  # seconds from being asked to end to being killed
+STALLED = 124  # as for `timeout`
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
 def run(silence: float, most: float, command: list[str]) -> int:
@@ -44,7 +44,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _pass_on(job: subprocess.Popen[bytes], silence: float, most: float) -> bool:
-    """Pass on what the job prints until it has ended, has been silent for so long, or has taken too long in all.
+    """Forward the job's output until it has ended, has been silent for `silence` seconds, or has run too long.
 
     Return whether it has ended.
     """
@@ -52,7 +52,7 @@ def _pass_on(job: subprocess.Popen[bytes], silence: float, most: float) -> bool:
     is_open = True
     first = last = time.monotonic()
     while time.monotonic() < min(last + silence, first + most):
-        # Not until the end of file: what the job leaves behind may keep the pipe open, or the job may close it early.
+        # Not until the end of file: the job's leftover processes may keep the pipe open, or the job may close it early.
         has_ended = job.poll() is not None
         ready = select.select([job.stdout] if is_open else [], [], [], 0.0 if has_ended else min(0.2, silence))[0]
         if ready:
@@ -68,7 +68,7 @@ def _pass_on(job: subprocess.Popen[bytes], silence: float, most: float) -> bool:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """End what is left of the job's group, and pass on its last words. Without effect on a job that left nothing."""
+    """End the remaining processes of the job's group, and forward their last output. No-op if none remain."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(job.pid, signal.SIGTERM)
         _pass_on(job, GRACE, GRACE)

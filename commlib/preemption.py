@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlib")
 
 TRY_AGAIN = 75
-"""Exit code of a job that asks to be restarted: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a job that requests a restart: EX_TEMPFAIL of sysexits.h."""
 
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a job that was asked to stop: a shell's exit code for a process killed by SIGTERM."""
+"""Exit code of a job that was signalled to stop: a shell's exit code for a process killed by SIGTERM."""
 
 # These signals end the job for good: it saves its state and does not restart.
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -93,7 +93,7 @@ class Preemption:
         self._restore_handlers()
 
     def requested(self) -> bool:
-        """Return whether any rank was asked to leave; the same on all ranks. Call it at the end of each step.
+        """Return whether any rank was signalled to leave; the same on all ranks. Call it at the end of each step.
 
         Every `every`-th call is collective, until it has returned True.
 
@@ -126,12 +126,12 @@ class Preemption:
     def leave(self) -> NoReturn:
         """End the program once all ranks have called this, after saving their state. Collective.
 
-        Under Slurm rank 0 requeues the job, unless it was asked to stop. It warns if this run trained
+        Under Slurm rank 0 requeues the job, unless it was signalled to stop. It warns if this run trained
         for less time than its start took, since further runs will do the same.
 
         Raises:
             SystemExit: With `TRY_AGAIN` (75), on which a shell loop can restart the job without Slurm; or with
-                `STOPPED` (143) if the job was asked to stop.
+                `STOPPED` (143) if the job was signalled to stop.
         """
         comm = self._ranks()
         if comm.rank == 0 and not self._stops and (warning := short_run_text(self._start_up, self._trained)):
@@ -146,8 +146,7 @@ class Preemption:
         self._received.append(signal.Signals(number))
 
     def _restore_handlers(self) -> None:
-        # A process that was asked to leave is about to. Launchers may forward a signal twice: the second must not kill
-        # it.
+        # A signalled process is about to leave. Launchers may forward a signal twice: the second must not kill it.
         while self._before:
             number, before = self._before.popitem()
             signal.signal(number, signal.SIG_IGN if self._is_agreed else before)

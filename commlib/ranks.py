@@ -35,16 +35,16 @@ def communicator_of(ranks: Ranks, verb: str, *, whole: bool = False) -> Communic
     raise ranks_error(verb, f"{type(ranks).__name__} {ranks!r}")
 
 
-def ranks_error(verb: str, given: str) -> UsageError:
+def ranks_error(verb: str, what: str) -> UsageError:
     """Return the error for ranks that have no communicator."""
     return UsageError(
-        f"{verb}: ranks is the {given}: expected a Communicator such as commlib.init() or mesh['tp'], a Mesh with one "
+        f"{verb}: ranks is the {what}: expected a Communicator such as commlib.init() or mesh['tp'], a Mesh with one "
         "axis, or a registered ProcessSet"
     )
 
 
-def check_one_choice(verb: str, **given: object) -> None:
-    """Raise UsageError if more than one argument says which ranks a call of `verb` is for."""
-    names = [f"{name}=" for name, value in given.items() if value is not None]
+def check_one_choice(verb: str, **choices: object) -> None:
+    """Raise UsageError if more than one argument selects the ranks of a call of `verb`."""
+    names = [f"{name}=" for name, value in choices.items() if value is not None]
     if len(names) > 1:
         raise UsageError(f"{verb}: {' and '.join(names)} both say which ranks: pass one of them")

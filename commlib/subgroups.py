@@ -77,9 +77,9 @@ class Subgroups(Generic[C]):
     def parts(self) -> NodeAndRail[C]:
         """Return private communicators of this rank's node and rail. Not collective."""
         if self._parts is None:
-            made = self._group.hierarchy
-            rail = None if made.rail is None else self._private(made.rail, "rail")
-            self._parts = NodeAndRail(self._private(made.node, "node"), rail, made.place)
+            hierarchy = self._group.hierarchy
+            rail = None if hierarchy.rail is None else self._private(hierarchy.rail, "rail")
+            self._parts = NodeAndRail(self._private(hierarchy.node, "node"), rail, hierarchy.place)
         return self._parts
 
     def inner(self) -> C:

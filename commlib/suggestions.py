@@ -12,8 +12,8 @@ def nearest(name: object, known: Iterable[str]) -> str:
     from difflib import get_close_matches  # imports `re`; errors are rare
 
     by_letters = {_letters(each): each for each in known}
-    found = get_close_matches(_letters(str(name)), by_letters, 1, _LEAST)
-    return by_letters[found[0]] if found else ""
+    matches = get_close_matches(_letters(str(name)), by_letters, 1, _LEAST)
+    return by_letters[matches[0]] if matches else ""
 
 
 def suggest(name: object, known: Iterable[str]) -> str:

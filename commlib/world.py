@@ -75,10 +75,10 @@ def init(
 def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -> Communicator:
     bad = ""
     try:
-        found = find_settings(os.environ, defaults)
+        resolved = find_settings(os.environ, defaults)
     except UsageError as error:
-        found, bad = Settings(Config(), {}), str(error)  # start MPI anyway: to inform the others
-    settings = found.config
+        resolved, bad = Settings(Config(), {}), str(error)  # start MPI anyway: to inform the others
+    settings = resolved.config
     _set_up_logging(settings.log_level)
     if settings.kernels:
         os.environ["COMMLIB_KERNELS"] = settings.kernels  # perhaps from the file, which kernels do not read
@@ -99,7 +99,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         bad = bad or str(error)
     try:
         about = report, recording.own_clock_id(settings), Answers.of(settings)
-        agreement = bootstrap.agree(transport, settings, bad, about, found.origins)
+        agreement = bootstrap.agree(transport, settings, bad, about, resolved.origins)
     except CommlibError:  # on all ranks
         recording.close()
         transport.close(met=False)
@@ -109,11 +109,11 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
     if over_mpi is not None and cuda_aware_mpi.agree([report for report, _, _ in agreement.told], transport):
         over_mpi.take("cuda")
     retired = None if _before is None else _before.retired
-    made = bootstrap.join(transport, settings, agreement, recording, retired)
+    world = bootstrap.join(transport, settings, agreement, recording, retired)
     if clocks := {rank: clock for rank, (_, clock, _) in enumerate(agreement.told) if clock}:
-        recording.compare_clocks(made, clocks)
-    watch_for_hangs(made.runtime, made.rank, [report for _, _, report in agreement.told])
-    return made
+        recording.compare_clocks(world, clocks)
+    watch_for_hangs(world.runtime, world.rank, [report for _, _, report in agreement.told])
+    return world
 
 
 def _over_mpi(comm: Any, settings: Config) -> MpiTransport:
@@ -169,11 +169,11 @@ def shutdown() -> None:
     comm, _world = _world, None
     if forks.is_child():
         return  # no rank waits for a child
-    left_over = _close(comm)
-    if left_over:
+    unfinished = _close(comm)
+    if unfinished:
         import logging
 
-        logging.getLogger("commlib").warning("shutdown: rank %d: %s", comm.rank, left_over)
+        logging.getLogger("commlib").warning("shutdown: rank %d: %s", comm.rank, unfinished)
     if comm.runtime.difference:
         raise MismatchError(comm.runtime.difference)
 

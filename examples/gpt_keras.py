@@ -55,8 +55,8 @@ class CausalAttention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no
             mixed = ct.context.attention(q, k, v, self.axis_of_sequence, causal=True, length=CONTEXT)
         else:
             scores = tf.matmul(q, k, transpose_b=True) / size**0.5
-            seen = tf.linalg.band_part(tf.ones((CONTEXT, CONTEXT)), -1, 0)
-            mixed = tf.matmul(tf.nn.softmax(tf.where(seen > 0, scores, -1e9)), v)
+            mask = tf.linalg.band_part(tf.ones((CONTEXT, CONTEXT)), -1, 0)
+            mixed = tf.matmul(tf.nn.softmax(tf.where(mask > 0, scores, -1e9)), v)
         return tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), shape)
 
     def compute_output_shape(self, q: Any, *others: Any) -> Any:
@@ -142,8 +142,8 @@ class ParallelTraining:
 
     def weights(self) -> list[Any]:
         """Return the weights of the unsharded model."""
-        found: list[Any] = self.model.gather_weights() if self.is_staged else ct.gather_weights(self.model)
-        return found
+        result: list[Any] = self.model.gather_weights() if self.is_staged else ct.gather_weights(self.model)
+        return result
 
 
 def main() -> None:

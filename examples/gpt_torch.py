@@ -169,10 +169,10 @@ class ParallelTraining:
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of the unsharded model."""
-        found: dict[str, Tensor] = (
+        result: dict[str, Tensor] = (
             self.model.gather_state_dict() if self.is_staged else ct.gather_state_dict(self.model)
         )
-        return found
+        return result
 
 
 def main() -> None:

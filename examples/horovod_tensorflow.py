@@ -53,7 +53,7 @@ def training_step(images, labels, first_batch):
     gradients = tape.gradient(loss_value, model.trainable_variables)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
-    # All processes go on from the weights and the optimizer of the first one. The first step has made all variables.
+    # All processes continue from the weights and the optimizer of the first one. The first step has made all variables.
     if first_batch:
         hvd.broadcast_variables(model.variables, root_rank=0)
         hvd.broadcast_variables(optimizer.variables, root_rank=0)

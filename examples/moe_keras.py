@@ -80,15 +80,15 @@ class Losses(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no ty
 
     def __init__(self, comm: commlib.Communicator) -> None:
         super().__init__()
-        self.comm, self.found, self._before = comm, list[float](), 0.0
+        self.comm, self.batch_losses, self._before = comm, list[float](), 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Record the loss: Keras reports the mean of all batches so far."""
         total = (batch + 1) * float(logs["loss"])
         own, self._before = total - self._before, total
-        self.found.append(float(self.comm.all_reduce(np.array([own]), "mean")[0]))
+        self.batch_losses.append(float(self.comm.all_reduce(np.array([own]), "mean")[0]))
         if self.comm.rank == 0 and self.comm.size > 1 and batch % SHOWN == SHOWN - 1:
-            print(f"step {batch + 1:>3}: loss {self.found[-1]:.3f}", flush=True)
+            print(f"step {batch + 1:>3}: loss {self.batch_losses[-1]:.3f}", flush=True)
 
 
 def fitted(model: Any, optimizer: Any, comm: commlib.Communicator) -> list[float]:
@@ -97,7 +97,7 @@ def fitted(model: Any, optimizer: Any, comm: commlib.Communicator) -> list[float
     x, y = (np.split(part, comm.size, axis=1)[comm.rank].reshape(-1, CONTEXT) for part in batches())
     losses = Losses(comm)
     model.fit(x, y, batch_size=ROWS // comm.size, shuffle=False, verbose=0, callbacks=[losses])
-    return losses.found
+    return losses.batch_losses
 
 
 def optimizer_of() -> Any:

@@ -67,7 +67,7 @@ class NamedGradients:
         """The report of the last step; a step runs from the end of one reduction to the end of the next."""
         self._clock = StepClock()
         self._loaded: dict[str, Any] | None = None
-        self._kept: list[CallReducer] = []
+        self._cached_reducers: list[CallReducer] = []
 
     @property
     def size(self) -> int:
@@ -82,12 +82,16 @@ class NamedGradients:
     @property
     def reducers(self) -> list[GradientReducer]:
         """The reducers, one for each kind of call so far, with their buckets, options and compression."""
-        return [kept.reducer for kept in self._kept]
+        return [cached.reducer for cached in self._cached_reducers]
 
     @property
     def compression_choice(self) -> str:
         """The chosen compression of gradients, and the reason."""
-        return self._kept[0].reducer.compression_choice if self._kept else "not known before the first step"
+        return (
+            self._cached_reducers[0].reducer.compression_choice
+            if self._cached_reducers
+            else "not known before the first step"
+        )
 
     def options_here(self) -> Options:
         """Return the options resolved for the ranks of the set. Not collective."""
@@ -102,17 +106,17 @@ class NamedGradients:
         overlap = overlap_pays_here(call.threads) if options.overlap is None else options.overlap
         groups = place_groups(self.groups, call.names)
         buckets = buckets_of(gradients, options, groups, call.order, call.sparse) if overlap else ()
-        found = [[index for index in bucket.parameters if index in call.dense] for bucket in buckets]
-        return [members for members in found if members] or [list(call.dense)]
+        dense = [[index for index in bucket.parameters if index in call.dense] for bucket in buckets]
+        return [members for members in dense if members] or [list(call.dense)]
 
     def find(self, gradients: Gradients, call: CallSpec) -> CallReducer:
         """Return the reducer of these gradients. The first call for them is collective."""
         there = [*call.dense, *call.sparse]
-        for kept in self._kept:
-            if kept.gradients is gradients or _fits(kept.gradients, gradients, there):
-                if kept.ranks.is_current:
-                    return kept
-                self._kept.remove(kept)
+        for cached in self._cached_reducers:
+            if cached.gradients is gradients or _fits(cached.gradients, gradients, there):
+                if cached.ranks.is_current:
+                    return cached
+                self._cached_reducers.remove(cached)
                 self._loaded = None  # older than the restart
                 break
         ranks = ProcessSetRanks(self.process_set, self.name)
@@ -132,8 +136,8 @@ class NamedGradients:
         if self._loaded is not None:
             load_compression(reducer, self._loaded, np.asarray)
         reducer.statistics = self.statistics
-        self._kept.append(CallReducer(gradients, reducer, values, ranks))
-        return self._kept[-1]
+        self._cached_reducers.append(CallReducer(gradients, reducer, values, ranks))
+        return self._cached_reducers[-1]
 
     def stepped(self, reducer: GradientReducer) -> None:
         """Record that all gradients of a step were reduced."""
@@ -142,7 +146,9 @@ class NamedGradients:
 
     def compression_state(self) -> dict[str, Any]:
         """Return this rank's residuals of compression, for `load_compression_state`; {} if there are none."""
-        return save_compression(self._kept[0].reducer, np.copy) if self._kept else self._loaded or {}
+        return (
+            save_compression(self._cached_reducers[0].reducer, np.copy) if self._cached_reducers else self._loaded or {}
+        )
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
         """Load a `compression_state`. If every rank loads its own before the first step, results have the same bits."""
@@ -157,16 +163,16 @@ class GradientCall:
     def __init__(self, gradients: NamedGradients, call: CallSpec) -> None:
         self._gradients, self._call = gradients, call
         self._lock = threading.Lock()  # several threads may pass gradients in any order
-        self._kept: CallReducer | None = None
+        self._cached: CallReducer | None = None
 
     def begin(self, kinds: Gradients, *, eager: bool) -> None:
         """Begin a run with gradients of these kinds. `eager`: launch buckets as soon as they are complete."""
         with self._gradients.statistics.exposing():
-            kept = self._kept = self._gradients.find(kinds, self._call)
-            if kept.reducer.active:
-                kept.reducer.give_up()  # a failed run: the others wait for this rank
-            kept.values.forget_all()
-            kept.reducer.begin(eager=eager)
+            cached = self._cached = self._gradients.find(kinds, self._call)
+            if cached.reducer.active:
+                cached.reducer.give_up()  # a failed run: the others wait for this rank
+            cached.values.forget_all()
+            cached.reducer.begin(eager=eager)
 
     def give(self, members: Sequence[int], arrays: Sequence[Any], begins: Gradients | None = None) -> None:
         """Pass gradients, in the dtypes that are sent. `begins`: first begin a run with these kinds.
@@ -176,12 +182,12 @@ class GradientCall:
         with self._lock, self._gradients.statistics.exposing():
             if begins is not None:
                 self.begin(begins, eager=True)
-            kept = self._begun()
+            cached = self._begun()
             for index, array in zip(members, arrays, strict=True):
                 if array.dtype.kind == "c":  # real and imaginary parts, also of a 0-dimensional array
                     array = array.reshape(-1).view(f"f{array.itemsize // 2}")
-                kept.values.give(index, array)
-                kept.reducer.ready(index)
+                cached.values.give(index, array)
+                cached.reducer.ready(index)
 
     def end(self, rows: Sequence[tuple[Any, Any]]) -> dict[int, Any]:
         """Pass the sparse gradients, as (indices, rows), and return the reduced gradients, by number.
@@ -190,8 +196,8 @@ class GradientCall:
         sparse one is (indices, rows) of all ranks. A gradient that is None on this rank is included if another rank had
         it.
         """
-        kept, call, gradients = self._begun(), self._call, self._gradients
-        reducer, values = kept.reducer, kept.values
+        cached, call, gradients = self._begun(), self._call, self._gradients
+        reducer, values = cached.reducer, cached.values
         with gradients.statistics.exposing():
             for index, (numbers, those) in zip(call.sparse, rows, strict=True):
                 values.give_rows(index, numbers, those)
@@ -206,8 +212,8 @@ class GradientCall:
         return results
 
     def _begun(self) -> CallReducer:
-        assert self._kept is not None, "begin comes first"
-        return self._kept
+        assert self._cached is not None, "call begin first"
+        return self._cached
 
 
 def _fits(known: Gradients, gradients: Gradients, there: Collection[int]) -> bool:

@@ -1,6 +1,6 @@
 """Reduce gradients by name: each bucket is a named operation, and ranks may request buckets in any order.
 
-A joined rank takes part in an operation without knowing the bucket: with zeros, and flags that say "unused".
+A joined rank participates in an operation without the bucket: with zeros, and flags that mark them as unused.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ProcessSetRanks:
         self.group = comm.group  # has the timeline, if one is written
         self.rank, self.size = comm.rank, comm.size
         self.is_hierarchical = bool(comm.is_hierarchical)
-        self._made_during, self._made_after = self._coordinator.joins, self._coordinator.restarts
+        self._joins, self._restarts = self._coordinator.joins, self._coordinator.restarts
         self._memories = 0
         self._name = name
         # Earlier objects of this name have used other serial numbers, also on ranks that had joined then.
@@ -81,15 +81,15 @@ class ProcessSetRanks:
         """Whether this object is still valid for all ranks.
 
         It is invalid after a shutdown. It is invalid if a rank had joined during construction and is now back, because
-        that rank does not know this object. It is invalid after a restart: ranks may restart from different places, so
+        that rank does not have this object. It is invalid after a restart: ranks may restart from different places, so
         their next operations under these names may differ.
         """
         process_set = self._process_set
         if process_set.process_set_id is None or process_set.coordinator(self._name) is not self._coordinator:
             return False
-        if self._coordinator.restarts != self._made_after:
+        if self._coordinator.restarts != self._restarts:
             return False
-        return self._was_complete or self._coordinator.joins == self._made_during
+        return self._was_complete or self._coordinator.joins == self._joins
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks that have not joined."""
@@ -114,8 +114,8 @@ class ProcessSetRanks:
         request = OpRequest("memory", f"{self._name}.memory.{self._memories}", (), options, repeats=False)
         self._memories += 1
         make = lambda comm: comm.empty(shape, dtype, device=device)  # noqa: E731
-        made = self._coordinator.submit(request, extra=make, blocking=True).wait()
-        return _private_memory(shape, dtype, device) if made is None else made
+        memory = self._coordinator.submit(request, extra=make, blocking=True).wait()
+        return _private_memory(shape, dtype, device) if memory is None else memory
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return a function to call while this rank waits for a device."""
@@ -139,8 +139,8 @@ class ProcessSetRanks:
     def compression(self, scheme: Scheme | None, *, within_node: bool, count: int, device: str = "cpu") -> Any:
         """Return the compression of buckets. Joined ranks look the scheme up in `scheme_of`, so it must be there."""
         if scheme is not None:
-            known = scheme_of(scheme.name)
-            if type(known) is not type(scheme) or known.name != scheme.name:
+            parsed = scheme_of(scheme.name)
+            if type(parsed) is not type(scheme) or parsed.name != scheme.name:
                 raise UsageError(f"compression {scheme.name!r} must be available by name in commlib.compress.scheme_of")
         if scheme is None:
             alone: Any = SingleRank()
@@ -160,9 +160,9 @@ class ProcessSetRanks:
 def _private_memory(shape: Any, dtype: Any, device: Device) -> Any:
     """Return zeroed private memory."""
     if device is HOST:
-        made = aligned_empty(shape, dtype)
-        made[...] = 0
-        return made
+        memory = aligned_empty(shape, dtype)
+        memory[...] = 0
+        return memory
     there = device.empty(shape, numpy_dtype(dtype))
     device.kernels.fill(device.wrap(there, "a bucket"), 0)
     return there
@@ -230,11 +230,11 @@ class CompressedNamedBucket:
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent across the slow link in the last reduction."""
-        made = self._coordinator.buckets.reduction(self._request.name)
-        return 0 if made is None else made.sent_bytes
+        reduction = self._coordinator.buckets.reduction(self._request.name)
+        return 0 if reduction is None else reduction.sent_bytes
 
     @property
     def uncompressed_bytes(self) -> int:
         """Bytes that float32 would have taken."""
-        made = self._coordinator.buckets.reduction(self._request.name)
-        return 0 if made is None else made.uncompressed_bytes
+        reduction = self._coordinator.buckets.reduction(self._request.name)
+        return 0 if reduction is None else reduction.uncompressed_bytes

@@ -198,21 +198,21 @@ class NodeBoard:
         self._control[kernels.FAILED] = 1
 
     def leave(self, reason: str = LEFT) -> None:
-        """Tell the other ranks that this rank synchronises no more; the first reason counts. Never blocks."""
+        """Notify the other ranks that this rank synchronises no more; the first reason counts. Never blocks."""
         if self._status[self.rank][_THERE] != _LEFT:
             self._write_text(reason)
             self._status[self.rank][_THERE] = _LEFT
 
     def absent(self) -> dict[int, str]:
         """Return the ranks that will never arrive, each with the reason."""
-        gone = {}
+        reasons = {}
         for rank, (status, watched) in enumerate(zip(self._status, self._watched, strict=True)):
             member = self.members[rank]
             if status[_THERE] == _LEFT:
-                gone[member] = self._read_text(rank)
+                reasons[member] = self._read_text(rank)
             elif watched and not _process_alive(int(status[_PROCESS])):
-                gone[member] = f"is dead (its process {int(status[_PROCESS])} is gone)"
-        return gone
+                reasons[member] = f"is dead (its process {int(status[_PROCESS])} is gone)"
+        return reasons
 
     def close(self) -> None:
         """Release the memory. Collective."""

@@ -87,14 +87,14 @@ class DeviceBoard:
         words = transport.share(-(-size * _LINE // _PAGE) * _PAGE, gather)
         outgoing = [words.bases[peer] + board.rank * _LINE for peer in range(size) if peer != board.rank]
         incoming = [words.bases[board.rank] + peer * _LINE for peer in range(size) if peer != board.rank]
-        made: DeviceBoard | None = None
+        result: DeviceBoard | None = None
         refusal = ""
         try:
-            made = cls(device, board, memory, transport.share, words, device.signals(words, outgoing, incoming))
+            result = cls(device, board, memory, transport.share, words, device.signals(words, outgoing, incoming))
         except TransportError as error:
             refusal = f"rank {board.members[board.rank]}: {error}"
         _agree(gather, refusal)
-        assert made is not None
+        assert result is not None
         deadline = time.monotonic() + FIRST_MEETING
 
         def look() -> None:
@@ -102,15 +102,15 @@ class DeviceBoard:
             if time.monotonic() > deadline:
                 raise StallError("")
 
-        made.meet()
+        result.meet()
         try:
             wait_for(device.current().record(), look)
         except StallError:
-            refusal = f"rank {made.rank}: its stream did not reach the others' within {FIRST_MEETING} s"
-            made.release()
+            refusal = f"rank {result.rank}: its stream did not reach the others' within {FIRST_MEETING} s"
+            result.release()
         _agree(gather, refusal)
-        made.by_host = not (all(gather(ipc)) and made._can_address_peers(gather))
-        return made
+        result.by_host = not (all(gather(ipc)) and result._can_address_peers(gather))
+        return result
 
     def _can_address_peers(self, gather: Gather) -> bool:
         """Return whether all devices can address each other's memory. Collective."""
@@ -152,17 +152,17 @@ class DeviceBoard:
     def _make_slots(self, nbytes: int, gather: Gather) -> SharedMemory:
         if not self.by_host:
             return self.device.share(nbytes, self.rank, gather)
-        made, refusal = self._share(nbytes, gather), ""
+        memory, refusal = self._share(nbytes, gather), ""
         try:
-            made = self.device.reach(made)
+            memory = self.device.reach(memory)
         except TransportError as error:
             refusal = f"rank {self._board.members[self.rank]}: {error}"
         try:
             _agree(gather, refusal)
         except TransportError:
-            made.close()
+            memory.close()
             raise
-        return made
+        return memory
 
     def part_bytes(self, parts: int) -> int:
         """Return the bytes of each part of a slot that is cut into `parts`."""
@@ -181,8 +181,8 @@ class DeviceBoard:
         """Return the address of scratch memory on this rank's device, valid until the next call of `near`."""
         if not self._scratch or self._scratch[-1].nbytes < nbytes:
             # Keep the earlier memory: another stream may still use it.
-            made = self.device.empty((max(nbytes, self._slot_bytes),), np.uint8)
-            self._scratch.append(self.device.wrap(made, "memory of a board"))
+            memory = self.device.empty((max(nbytes, self._slot_bytes),), np.uint8)
+            self._scratch.append(self.device.wrap(memory, "memory of a board"))
         return self._scratch[-1].address
 
     def at(self, address: int, count: int, dtype: Any) -> DeviceArray:

@@ -169,10 +169,10 @@ def _exchange_in_slots(
     mine = x.address + what.sends[own][0]
 
     def give(start: int, slot: int) -> None:
-        for number, sent in enumerate(what.sends):
-            length = _bytes_left(sent, start, piece)
+        for number, part in enumerate(what.sends):
+            length = _bytes_left(part, start, piece)
             if length and (parts == 1 or number != own):
-                _copy(board, slot + number * piece, x.address + sent[0] + start, length)
+                _copy(board, slot + number * piece, x.address + part[0] + start, length)
 
     def give_next(start: int) -> tuple[list[int], tuple[int, int, int]]:
         slots = board.switch_slots()
@@ -186,21 +186,21 @@ def _exchange_in_slots(
         if first != 0:
             queue((*key, target.address), partial(_take, board, sources[:first], what.takes, start, piece, op, target))
 
-    given = give_next(0)
+    pending = give_next(0)
     for start in range(0, what.longest, piece):
         board.meet()
-        following, current = start + piece, given
+        following, current = start + piece, pending
         if following >= what.longest:
             take(start, *current)
         elif board.by_host:
             # The host's bus is full duplex. The two slots alternate, and if the target is also the source, the next
             # chunk to read is behind the chunk to write.
-            given, event = board.beside(partial(give_next, following))
+            pending, event = board.beside(partial(give_next, following))
             take(start, *current)
             board.device.current().wait(event)
         else:
             take(start, *current)
-            given = give_next(following)
+            pending = give_next(following)
 
 
 def _take(
@@ -234,15 +234,15 @@ def _take(
 def _fetch(board: DeviceBoard, sources: Sequence[int], start: int, length: int) -> list[int]:
     """Copy the other ranks' parts to this rank's device, where a kernel reads them several times faster."""
     near = board.near((board.size - 1) * length) - start
-    found = []
+    copies = []
     for peer, source in enumerate(sources):
         if peer == board.rank:
-            found.append(source)
+            copies.append(source)
         else:
             _copy(board, near + start, source + start, length)
-            found.append(near)
+            copies.append(near)
             near += length
-    return found
+    return copies
 
 
 def _copy_own(board: DeviceBoard, what: Exchange, x: DeviceArray, target: DeviceArray) -> None:

@@ -32,11 +32,11 @@ class ChromeLines:
         self._blocking: set[int] = set()  # operations that run in their caller's thread
         self._active: set[int] = set()  # named operations with an open activity
         self._start = self._now = start
-        self._found: list[str] = []
+        self._lines: list[str] = []
 
     def of(self, happened: Event | Mark, own_threads: Collection[int]) -> list[str]:
-        """Return the lines for one event. own_threads: those of commlib; their waits are not written."""
-        self._found = []
+        """Return the lines for one event. own_threads: threads of commlib; their waits are not written."""
+        self._lines = []
         # Times in a file must not decrease, but events of concurrent threads may be some microseconds out of order.
         if happened.time > self._now:
             self._now = happened.time
@@ -44,7 +44,7 @@ class ChromeLines:
             self._format_mark(happened, own_threads)
         elif type(happened) is Event:
             (self._format_named if happened.record.name else self._format_unnamed)(happened, own_threads)
-        return self._found
+        return self._lines
 
     def meta(self, name: str, facts: dict[str, Any], more: str = "") -> str:
         """Return a metadata line about the file or one of its rows."""
@@ -133,11 +133,11 @@ class ChromeLines:
         if row is None:
             row = self._rows[key] = len(self._rows)
             named = {"name": name, "calls": "" if record is None else call_key(record)}
-            self._found.append(self.meta("thread_name", named, f'"tid": {row}, '))
+            self._lines.append(self.meta("thread_name", named, f'"tid": {row}, '))
         self._write(row, tail)
 
     def _write(self, row: int, tail: str) -> None:
-        self._found.append(f'{self._head}{(self._now - self._start) / 1e3:.3f}, "tid": {row}, {tail}}}')
+        self._lines.append(f'{self._head}{(self._now - self._start) / 1e3:.3f}, "tid": {row}, {tail}}}')
 
 
 def _wait_facts(record: Record) -> str:

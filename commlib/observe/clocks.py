@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# Round trips for one comparison: among so many, at least one is not delayed by a scheduler.
+# Round trips for one comparison: enough that at least one is not delayed by a scheduler.
 PINGS = 24
 
 _TRIES = 5
@@ -108,19 +108,19 @@ def compare_clocks(
         return Offset(now(), 0, 0, root)
     followers = [rank for rank in ranks if clocks[rank] == clocks[comm.rank] and rank != mine]
     if comm.rank == mine:
-        found = _ping(comm, root, now, pings)
+        estimate = _ping(comm, root, now, pings)
         for rank in followers:
-            comm.send(np.array([found.time, found.offset, found.error], np.int64), rank, _TAG)
-        return found
+            comm.send(np.array([estimate.time, estimate.offset, estimate.error], np.int64), rank, _TAG)
+        return estimate
     received = np.empty(3, np.int64)
     comm.recv(received, mine, _TAG)
     return Offset(int(received[0]), int(received[1]), int(received[2]), root)
 
 
 def note_clock(timeline: ClockSink | None, comm: ClockRanks, clocks: Mapping[int, str]) -> None:
-    """Record how far a rank's clock is ahead of that of the lowest of `clocks` in its timeline, if the clocks differ.
+    """Record in the timeline how far this rank's clock is ahead of the lowest rank's of `clocks`, if they differ.
 
-    Collective over the ranks in `clocks`, like `compare_clocks`; a rank without a timeline takes part.
+    Collective over the ranks in `clocks`, like `compare_clocks`; a rank without a timeline participates.
     """
     if len(set(clocks.values())) > 1:
         offset = compare_clocks(comm, clocks)
@@ -138,16 +138,16 @@ def _answer(comm: ClockRanks, peer: int, now: Callable[[], int], pings: int) -> 
 
 def _ping(comm: ClockRanks, root: int, now: Callable[[], int], pings: int) -> Offset:
     message = np.zeros(1, np.int64)
-    found: list[tuple[int, int, int]] = []
+    samples: list[tuple[int, int, int]] = []
     for _ in range(pings):
-        sent = now()
+        send_time = now()
         comm.send(message, root, _TAG)
         comm.recv(message, root, _TAG)
         back = now()
-        found.append((back - sent, (sent + back) // 2, int(message[0])))
-    return _best(found, root)
+        samples.append((back - send_time, (send_time + back) // 2, int(message[0])))
+    return _best(samples, root)
 
 
-def _best(found: Sequence[tuple[int, int, int]], root: int) -> Offset:
-    took, middle, theirs = min(found)
+def _best(samples: Sequence[tuple[int, int, int]], root: int) -> Offset:
+    took, middle, theirs = min(samples)
     return Offset(middle, theirs - middle, took // 2 + 1, root)

@@ -65,7 +65,7 @@ class Counters:
         if event.phase is not Phase.END:
             return
         record = event.record
-        began = record.began or record.ended  # if its turn never came
+        began = record.began or record.ended  # if it never got its turn
         with self._lock:
             sums = self._of(record)
             sums[0] += 1

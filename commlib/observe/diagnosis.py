@@ -147,12 +147,12 @@ def _find_deadlocks(job: JobDumps) -> Iterator[Finding]:
 
 def _find_missing(job: JobDumps) -> Iterator[Finding]:
     """Find ranks that others wait for and that wait for no rank themselves."""
-    wanted: dict[int, dict[str, list[int]]] = {}
+    missing: dict[int, dict[str, list[int]]] = {}
     for waiting, awaited in job.awaited.items():
         for rank, call in awaited.items():
-            wanted.setdefault(rank, {}).setdefault(call, []).append(waiting)
+            missing.setdefault(rank, {}).setdefault(call, []).append(waiting)
     by_state: dict[tuple[str, str], list[int]] = {}
-    for rank, calls in sorted(wanted.items()):
+    for rank, calls in sorted(missing.items()):
         if rank in job.dumps and not job.awaited[rank]:
             calling = [
                 f"{call}, where {ranks_text(ranks)} wait{'s' * (len(ranks) == 1)}" for call, ranks in calls.items()
@@ -167,15 +167,15 @@ def _find_missing(job: JobDumps) -> Iterator[Finding]:
 
 def _states(job: JobDumps) -> tuple[RankState, ...]:
     """Return the states of the ranks, ranks in the same state grouped together."""
-    found: dict[tuple[tuple[str, ...], str], list[int]] = {}
+    ranks_by_state: dict[tuple[tuple[str, ...], str], list[int]] = {}
     for rank, dump in job.dumps.items():
         calls = [describe_wait(wait) for wait in dump.waits[:_MOST_WAITS]]
         if dump.named:
             calls.append(_shorten([describe_named(name) for name in dump.named]))
         thread = dump.waits[0].thread if dump.waits else 0
         words = tuple(f"waits in {call}" for call in calls) or ("waits for no rank",)
-        found.setdefault((words, job.place(rank, thread)), []).append(rank)
-    return tuple(RankState(tuple(ranks), calls, place) for (calls, place), ranks in found.items())
+        ranks_by_state.setdefault((words, job.place(rank, thread)), []).append(rank)
+    return tuple(RankState(tuple(ranks), calls, place) for (calls, place), ranks in ranks_by_state.items())
 
 
 def _shorten(texts: list[str]) -> str:

@@ -19,13 +19,13 @@ CallPhase = Literal["queued", "begun", "running", "ended"]
 
 def ranges_of(ranks: Iterable[int]) -> Ranges:
     """Return ranks as ranges."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for rank in sorted(ranks):
-        if found and found[-1][1] == rank - 1:
-            found[-1] = found[-1][0], rank
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1] = ranges[-1][0], rank
         else:
-            found.append((rank, rank))
-    return tuple(found)
+            ranges.append((rank, rank))
+    return tuple(ranges)
 
 
 def members(ranges: Ranges) -> Iterator[int]:
@@ -39,7 +39,7 @@ class CallState:
     """One call of a group.
 
     sequence: its number in the group, the same on all ranks; 0 while it is queued, and for named operations. nbytes:
-    the size of this rank's array; -1 if its text does not say.
+    the size of this rank's array; -1 if its text has no size.
     """
 
     verb: str
@@ -53,8 +53,8 @@ class CallState:
 class GroupState:
     """One group, as this rank sees it.
 
-    key: unique among the groups of the job. ranks: its members, as world ranks. calls: the number of calls whose turn
-    has come, including the running one. operations: the last ones, oldest first. failure: the reason why the group
+    key: unique among the groups of the job. ranks: its members, as world ranks. calls: the number of calls that have
+    started to run. operations: the last ones, oldest first. failure: the reason why the group
     accepts no more calls.
     """
 
@@ -186,12 +186,12 @@ def _dump(fields: dict[str, Any]) -> Dump:
     return Dump(**fields, waits=waits, named=named, groups=groups, threads=threads, neighbours=neighbours)
 
 
-def _ranks(given: list[int] | None) -> tuple[int, ...] | None:
-    return None if given is None else tuple(given)
+def _ranks(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
 
 
-def _ranges(given: list[list[int]]) -> Ranges:
-    return tuple((first, last) for first, last in given)
+def _ranges(values: list[list[int]]) -> Ranges:
+    return tuple((first, last) for first, last in values)
 
 
 def _group(fields: Mapping[str, Any]) -> GroupState:

@@ -24,7 +24,7 @@ _ENDED = ("", "T", "t", "Z", "X")  # states of processes that write nothing
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
-    """A job to ask. node: its folder on this host, None without ranks here. hangs: its folder of hangs."""
+    """A running job. node: its folder on this host, None without ranks here. hangs: its folder of hangs."""
 
     token: str
     node: NodeFolder | None
@@ -54,7 +54,7 @@ def find_job(name: str | None) -> RunningJob:
 
 
 def request_dumps(job: RunningJob, seconds: float) -> tuple[HangFolder, list[Dump]]:
-    """Make the ranks of a job dump their state; return the dumps that appear in so many seconds. The job goes on.
+    """Make the ranks of a job dump their state; return the dumps that appear in time. The job keeps running.
 
     Raises UsageError if no rank answers.
     """
@@ -65,7 +65,7 @@ def request_dumps(job: RunningJob, seconds: float) -> tuple[HangFolder, list[Dum
         if job.node is not None:
             request_path(job.node.path, number).mkdir(exist_ok=True)
     except OSError as error:
-        raise UsageError(f"job {job.token}: cannot ask its ranks: {error}") from None
+        raise UsageError(f"job {job.token}: cannot send a request to its ranks: {error}") from None
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if (dumps := folder.read()) and _are_complete(dumps):
@@ -95,7 +95,7 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def _are_complete(dumps: Sequence[Dump]) -> bool:
-    """Return whether all ranks have written that can: not those that a neighbour saw stopped or gone."""
+    """Return whether all ranks have written that can: a neighbour saw the others stopped or ended."""
     written = {dump.rank for dump in dumps}
     lost = {state.rank for dump in dumps for state in dump.neighbours if state.state in _ENDED}
     return written | lost >= set(range(dumps[0].size))
@@ -108,7 +108,7 @@ def _node_folder(name: str) -> NodeFolder | None:
 
 def _job(folder: NodeFolder) -> RunningJob:
     if os.geteuid() not in (0, folder.path.stat().st_uid):
-        raise UsageError(f"job {folder.token} belongs to {owner_of(folder.path)}: only that user can ask it")
+        raise UsageError(f"job {folder.token} belongs to {owner_of(folder.path)}: only that user can request its dumps")
     ranks = folder.ranks()
     alive = [record for record in ranks if record.is_alive]
     if not alive:
@@ -133,7 +133,7 @@ def _job_of_folder(path: Path) -> RunningJob:
             f"{path} has no folder of a job (job-TOKEN): pass the one that the warning of a long wait names"
         )
     if not os.access(jobs[-1], os.W_OK):
-        raise UsageError(f"{jobs[-1]} belongs to {owner_of(jobs[-1])}: only that user can ask the job")
+        raise UsageError(f"{jobs[-1]} belongs to {owner_of(jobs[-1])}: only that user can request its dumps")
     return RunningJob(jobs[-1].name.removeprefix("job-"), None, jobs[-1].absolute())
 
 
@@ -156,18 +156,18 @@ def _job_of_process(process: int) -> RunningJob:
 
 def _line_of(process: int) -> list[int]:
     """Return a process, its parent, and so on: one of them is the launcher."""
-    found = []
+    lines = []
     while process > 1:
-        found.append(process)
+        lines.append(process)
         process = parent_of(process)
-    return found
+    return lines
 
 
 def _only_job() -> RunningJob:
-    found = _own_jobs()
-    if len(found) != 1:
-        raise UsageError(f"name the job to ask ({_running()}): commlib trace hang --now JOB")
-    return _job(found[0])
+    jobs = _own_jobs()
+    if len(jobs) != 1:
+        raise UsageError(f"name the job ({_running()}): commlib trace hang --now JOB")
+    return _job(jobs[0])
 
 
 def _own_jobs() -> list[NodeFolder]:

@@ -92,7 +92,7 @@ class HangFolder:
 
 
 def find_hangs(folder: str | os.PathLike[str]) -> list[HangFolder]:
-    """Return the hangs in a folder: the folder itself, or those of its jobs, the latest last. Raises UsageError."""
+    """Return the hangs in a folder, or in the folders of its jobs, the latest last. Raises UsageError."""
     path = Path(folder)
     if not path.is_dir():
         raise UsageError(f"{path} is not a folder: pass the folder named in the warning about the hang")

@@ -23,19 +23,19 @@ class JobDumps:
         self.size = next(iter(self.dumps.values())).size
         self.groups = {rank: {group.key: group for group in dump.groups} for rank, dump in self.dumps.items()}
         self._late_in: dict[tuple[str, int], list[int]] = {}  # cached: all ranks in a call need the same answer
-        self.awaited = {rank: self._find_awaited(dump) for rank, dump in self.dumps.items()}
+        self.awaited = {rank: self._find_awaited_ranks(dump) for rank, dump in self.dumps.items()}
 
-    def _find_awaited(self, dump: Dump) -> dict[int, str]:
+    def _find_awaited_ranks(self, dump: Dump) -> dict[int, str]:
         """Return the ranks that a rank waits for, each with the first reason found."""
-        found: dict[int, str] = {}
+        peers: dict[int, str] = {}
         for name in dump.named:
             for rank in members(name.ranks):
                 if rank != dump.rank and rank in self.dumps and not self._has_requested(rank, name):
-                    found.setdefault(rank, describe_named(name))
+                    peers.setdefault(rank, describe_named(name))
         for wait in dump.waits:
             for rank in self._find_late(dump, wait):
-                found.setdefault(rank, describe_wait(wait))
-        return found
+                peers.setdefault(rank, describe_wait(wait))
+        return peers
 
     def _find_late(self, dump: Dump, wait: Wait) -> list[int]:
         if wait.peers is not None:
@@ -53,8 +53,8 @@ class JobDumps:
         """Return how many calls of a group a rank has reached; -1 for a rank without a dump."""
         if rank not in self.dumps:
             return -1
-        found = self.groups[rank].get(group.key)
-        return 0 if found is None else found.calls
+        counts = self.groups[rank].get(group.key)
+        return 0 if counts is None else counts.calls
 
     def _has_requested(self, rank: int, name: NamedCall) -> bool:
         return any((other.group, other.name) == (name.group, name.name) for other in self.dumps[rank].named)
@@ -62,10 +62,10 @@ class JobDumps:
     def place(self, rank: int, thread: int = 0) -> str:
         """Return the location of a rank's user code: in `thread` if it has any, else in the first thread that has."""
         threads = self.dumps[rank].threads
-        found = [state for state in threads if state.identifier == thread and state.place] or [
+        matches = [state for state in threads if state.identifier == thread and state.place] or [
             state for state in threads if state.place
         ]
-        return str(found[0].place) if found else ""
+        return str(matches[0].place) if matches else ""
 
     def is_inside(self, rank: int) -> bool:
         """Return whether a rank's user code is inside a call of commlib.
@@ -79,12 +79,12 @@ class JobDumps:
 
     def texts(self, key: str, sequence: int) -> dict[int, str]:
         """Return the text of one call by rank, for the ranks that still have it."""
-        found = {}
+        result = {}
         for rank, groups in self.groups.items():
             for operation in groups[key].operations if key in groups else ():
                 if operation.sequence == sequence:
-                    found[rank] = operation.text
-        return found
+                    result[rank] = operation.text
+        return result
 
     def first_difference(self, key: str) -> int:
         """Return the number of the first recorded call whose text differs between ranks; 0 if there is none."""

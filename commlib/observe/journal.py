@@ -17,7 +17,7 @@ _NOTHING = nullcontext()
 
 
 class Journal:
-    """The operations of one group. They run one after another, so the journal knows the running one.
+    """The operations of one group. They run one after another, so the journal has at most one running operation.
 
     key: unique among groups. call_number: returns the number of the group's last call.
     """
@@ -59,7 +59,7 @@ class Journal:
         return ended
 
     def run(self, record: Record | None, do: Callable[[], T]) -> T:
-        """Run an operation whose turn has come, and return its value."""
+        """Run the operation, which has its turn, and return its value."""
         if record is None:
             return do()
         record.sequence = record.sequence or self._call_number() + 1

@@ -79,11 +79,11 @@ class NodeFolder:
 
     def ranks(self) -> list[RankRecord]:
         """Return the ranks on this host that have joined, whether they still run or not."""
-        found = []
+        records = []
         for path in self.path.glob("rank-*.json"):
             with suppress(OSError, ValueError, TypeError):
-                found.append(RankRecord(**json.loads(path.read_text())))
-        return sorted(found, key=lambda record: record.rank)
+                records.append(RankRecord(**json.loads(path.read_text())))
+        return sorted(records, key=lambda record: record.rank)
 
     @property
     def is_running(self) -> bool:
@@ -97,7 +97,7 @@ def own_record(token: str, rank: int, size: int, hangs: str, *, is_alone: bool) 
 
 
 def node_folders(parent: Path | None = None) -> Iterator[NodeFolder]:
-    """Yield the folders of all jobs on this host, those of other users too."""
+    """Yield the folders of all jobs on this host, including jobs of other users."""
     end = f"-{socket.gethostname()}"
     for path in sorted((parent or SHARED_MEMORY).glob(f"{_PREFIX}*{end}")):
         if path.is_dir():
@@ -105,12 +105,12 @@ def node_folders(parent: Path | None = None) -> Iterator[NodeFolder]:
 
 
 def sweep(parent: Path | None = None) -> None:
-    """Remove this user's folders of jobs that have ended, but not those of jobs that are just starting."""
+    """Remove this user's folders of jobs that have ended, but not of jobs that are just starting."""
     for folder in node_folders(parent):
         with suppress(OSError):
-            found = folder.path.stat()
-            is_old = bool(folder.ranks()) or time.time() - found.st_mtime > _STARTING
-            if found.st_uid == os.geteuid() and is_old and not folder.is_running:
+            status = folder.path.stat()
+            is_old = bool(folder.ranks()) or time.time() - status.st_mtime > _STARTING
+            if status.st_uid == os.geteuid() and is_old and not folder.is_running:
                 shutil.rmtree(folder.path)
 
 
@@ -124,7 +124,7 @@ def owner_of(path: Path) -> str:
 
 
 def state_of(process: int) -> str:
-    """Return the state letter of a process in /proc; "" if it is gone."""
+    """Return the state letter of a process in /proc; "" if it has ended."""
     return (_fields(process) or [""])[0]
 
 
@@ -134,7 +134,7 @@ def parent_of(process: int) -> int:
 
 
 def start_of(process: int) -> int:
-    """Return when a process started, in ticks since the boot; 0 if it is gone. Numbers of processes are reused."""
+    """Return when a process started, in ticks since the boot; 0 if it has ended. Numbers of processes are reused."""
     fields = _fields(process)
     return int(fields[19]) if fields else 0
 

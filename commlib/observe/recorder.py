@@ -26,7 +26,7 @@ class Phase(Enum):
     """The kind of an event in the life of an operation.
 
     QUEUED: it waits for its turn; a named one waits for the other ranks. BEGUN: its data is published, and no thread
-    waits yet. RUN: its turn has come; a message is posted. ROUND: messages of its schedule are posted, or it waits on
+    waits yet. RUN: it has its turn; a message is posted. ROUND: messages of its schedule are posted, or it waits on
     its node; a named one is packed with others, reduced or unpacked. END: it has ended, with or without an error. MARK:
     an event that belongs to no operation. COUNT: counts, such as the load of experts, in the event's detail.
     """
@@ -88,7 +88,7 @@ class Record:
         self.began = self._recorder.write(self, Phase.BEGUN)
 
     def run(self) -> None:
-        """Record that its turn has come."""
+        """Record that it has its turn."""
         time = self._recorder.write(self, Phase.RUN)
         if self.began:  # in an earlier call
             self.in_call = False
@@ -167,7 +167,7 @@ class Mark(NamedTuple):
 
 
 def call_key(record: Record) -> str:
-    """Return the key that numbers the calls of an operation: the same text on all ranks that take part in it.
+    """Return the key that numbers the calls of an operation: the same text on all ranks that participate in it.
 
     It is the group's key, or for a named operation the name of its group; "" for messages.
     """
@@ -213,7 +213,7 @@ class Recorder:
         self.write(Record(self, what, group, ""), Phase.COUNT, " ".join(map(str, numbers)))
 
     def events(self, group: str = "") -> list[Event]:
-        """Return the events in the ring, all or those of one group, oldest first.
+        """Return the events in the ring, all or only of one group, oldest first.
 
         Events of different threads may be some microseconds out of order.
         """

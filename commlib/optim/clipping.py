@@ -76,16 +76,16 @@ def power_over_axes(powers: Iterable[tuple[Communicator | None, float]], norm_ty
 
 def largest_over_axes(largest: Iterable[tuple[Communicator | None, float]]) -> float:
     """Return the largest magnitude over all shards. Arguments as for `sum_over_axes`. Collective."""
-    given = list(largest)
-    comms = {id(comm): comm for comm, _ in given if comm is not None}
-    own = float(np.max([0.0, *(value for _, value in given)]))
+    values = list(largest)
+    comms = {id(comm): comm for comm, _ in values if comm is not None}
+    own = float(np.max([0.0, *(value for _, value in values)]))
     for comm in comms.values():
         own = float(np.max(comm.all_gather(np.array([own]))))
     return own
 
 
 def sum_over_axes(squares: Iterable[tuple[Communicator | None, float]]) -> float:
-    """Return the sum of squares of arrays, some of which are sharded over the ranks of an axis. Collective.
+    """Return the sum of squares of arrays; some are sharded over the ranks of an axis. Collective.
 
     squares: (ranks, sum of squares) pairs. `ranks` hold the other shards; None marks an array that every rank has in
     full, which counts once. Ranks of one axis list it in the same order.

@@ -154,6 +154,6 @@ class OneBitLAMB:
             layer.fresh[...] = parameter.second
             count = max(1, np.count_nonzero(parameter.second))
             sizes.append(sqrt(dot(parameter.first, parameter.first) / count))
-        heard = [size for size in sizes if size > 0]
+        nonempty = [size for size in sizes if size > 0]
         for layer, size in zip(self.layers, sizes, strict=True):
-            layer.scale = sum(heard) / len(heard) / size if size > 0 else 1.0
+            layer.scale = sum(nonempty) / len(nonempty) / size if size > 0 else 1.0

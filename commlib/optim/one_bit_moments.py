@@ -77,7 +77,7 @@ class Moments:
     `parameters[i].gradient`, and 1 to `used[i]`, or 0 if there is no gradient.
 
     The root of a frozen second moment is at least `floor` times the root of the parameter's mean second moment. 0.03 is
-    the value that one average gradient leaves (with beta2 = 0.999) in an element that seldom has one; 0 is the paper's
+    the value that one average gradient leaves (with beta2 = 0.999) in an element that rarely has one; 0 is the paper's
     choice.
 
     An element whose second moment is zero at the freeze has had no gradient. It is not sent, because a sign cannot
@@ -105,12 +105,12 @@ class Moments:
         self._compression = GradientCompression(comm, scheme, within_node=within_node)
         counts = [count for _, count in parameters]
         total = sum(counts)
-        self._sent = comm.empty(total + len(counts))  # symmetric: without compression there are no copies
+        self._buffer = comm.empty(total + len(counts))  # symmetric: without compression there are no copies
         self._first, self._second = np.zeros(total, np.float32), np.zeros(total, np.float32)
-        self.used: Array = self._sent[total:]
+        self.used: Array = self._buffer[total:]
         stops = np.cumsum(counts, dtype=np.int64).tolist()
         self.parameters = [
-            ParameterMoments(name, *(array[stop - count : stop] for array in (self._sent, self._first, self._second)))
+            ParameterMoments(name, *(array[stop - count : stop] for array in (self._buffer, self._first, self._second)))
             for (name, count), stop in zip(parameters, stops, strict=True)
         ]
         self._exchange: Callable[[], bool] | None = None  # set by the first frozen step
@@ -136,8 +136,8 @@ class Moments:
         Returns whether the result is finite, if `check` or if the test is free, else True.
         """
         if not self.frozen:
-            self.comm.all_reduce(self._sent, "mean", out=self._sent)
-            return not check or is_finite(self._sent)
+            self.comm.all_reduce(self._buffer, "mean", out=self._buffer)
+            return not check or is_finite(self._buffer)
         if self._exchange is None:
             self._exchange = self._make_exchange()
         return self._exchange()
@@ -161,18 +161,18 @@ class Moments:
         self._compression.load(state)
 
     def _make_exchange(self) -> Callable[[], bool]:
-        sent, compression = self._sent, self._compression
+        buffer, compression = self._buffer, self._compression
         silent = np.flatnonzero(self._second == 0)
         if compression.scheme is None:
 
             def plainly() -> bool:
                 self._clear_silent(silent)
-                self.comm.all_reduce(sent, "mean", out=sent)
-                return is_finite(sent)
+                self.comm.all_reduce(buffer, "mean", out=buffer)
+                return is_finite(buffer)
 
             return plainly
-        heard = np.flatnonzero(self._second) if len(silent) else None
-        array = sent if heard is None else self.comm.empty(len(heard) + len(self.used))
+        nonzero = np.flatnonzero(self._second) if len(silent) else None
+        array = buffer if nonzero is None else self.comm.empty(len(nonzero) + len(self.used))
         parts, start = [], 0
         for parameter in self.parameters:
             here = int(np.count_nonzero(parameter.second))
@@ -181,13 +181,13 @@ class Moments:
         reduction = compression.reduction("one_bit", array, parts, start, "mean")
 
         def by_signs() -> bool:
-            if heard is not None:
+            if nonzero is not None:
                 self._clear_silent(silent)
-                np.take(sent, heard, out=array[:start])
+                np.take(buffer, nonzero, out=array[:start])
                 array[start:] = self.used
             reduction()
-            if heard is not None:
-                sent[heard] = array[:start]
+            if nonzero is not None:
+                buffer[nonzero] = array[:start]
                 self.used[...] = array[start:]
             compression.end_step()
             return reduction.finite
@@ -196,5 +196,5 @@ class Moments:
 
     def _clear_silent(self, silent: Array) -> None:
         if len(silent):
-            self.has_late_gradients = self.has_late_gradients or bool(self._sent[silent].any())
-            self._sent[silent] = 0
+            self.has_late_gradients = self.has_late_gradients or bool(self._buffer[silent].any())
+            self._buffer[silent] = 0

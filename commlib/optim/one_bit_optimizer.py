@@ -140,8 +140,8 @@ class OneBitOptimizer:
         """Update `values`, the parameters, with the mean of all ranks' gradients. Collective.
 
         `used` marks the `gradients` that were written; the others count as zeros. With `skip`, nothing changes on any
-        rank if a gradient is not finite on some rank; then this returns False. Warns once about gradients that came too
-        late.
+        rank if a gradient is not finite on some rank; then this returns False. Warns once about gradients that arrived
+        too late.
         """
         update = self._update
         moments = update.moments
@@ -149,7 +149,7 @@ class OneBitOptimizer:
             moments.used[number] = is_used
             if not is_used:
                 parameter.gradient[...] = 0
-        taken = update.step(values, hypers, skip=skip)
+        result = update.step(values, hypers, skip=skip)
         if moments.has_late_gradients and not self._warned:
             self._warned = True
             warnings.warn(
@@ -157,7 +157,7 @@ class OneBitOptimizer:
                 "one now. They are no longer trained, because their second moment is zero: choose a larger freeze_step",
                 stacklevel=5,  # the user's line, above a helper of the adapter's step() and a wrapper of its framework
             )
-        return taken
+        return result
 
     def state(self) -> dict[str, Any]:
         """Return the state without arrays: steps, LAMB's numbers, and this rank's residuals by parameter."""

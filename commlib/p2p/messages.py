@@ -56,10 +56,10 @@ class _PendingMessage:
         if not self.incoming:
             return
         if request.nbytes != self.flat.nbytes:
-            came = "more" if request.nbytes < 0 else str(request.nbytes)
+            received = "more" if request.nbytes < 0 else str(request.nbytes)
             raise MismatchError(
                 f"{comm.name}: recv from rank {self.peer}, tag {self.tag}, on rank {comm.rank}: "
-                f"expected {self.flat.nbytes} bytes, got {came}: send and receive the same count and dtype"
+                f"expected {self.flat.nbytes} bytes, got {received}: send and receive the same count and dtype"
             )
         if type(self.staged) is StagedReceive:
             self.staged.end()
@@ -156,7 +156,9 @@ class Messages(Work):
     def wait(self, timeout: float | None = None) -> Any:
         """Block until all messages are complete, at most `timeout` seconds; see `Work.wait`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        late = StallError(f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it")
+        late = StallError(
+            f"{self.description}: not done after {timeout} s; it is still running, wait again to collect it"
+        )
         if not super().done():
             forks.check(self.description)
             record = self.record
@@ -285,7 +287,7 @@ def exchange(comm: Group, post: Messenger, x: Any, peer: int, out: Any, source: 
     except CommlibError:
         raise
     except BaseException as error:
-        comm.abandon(_pair_text(peer, source, tag), error)  # the caller does not know whether the send has left
+        comm.abandon(_pair_text(peer, source, tag), error)  # the caller cannot see whether the send has started
         raise
     return send_recv(comm, post, x, peer, out, source, tag).complete()
 

@@ -84,11 +84,11 @@ class Messenger:
             raise
 
     def can_recv(self, x: Any, peer: int) -> bool:
-        """Return whether `recv_now` is possible. `exchange` must know this before it sends."""
+        """Return whether `recv_now` is possible. `exchange` must check this before it sends."""
         return type(x) is ndarray and type(peer) is int and peer in self._in_addresses and bool(x.flags.carray)
 
     def _abandon(self, address: int, x: Any, text: str, error: BaseException) -> None:
-        """Fail the group if the interrupted call has moved its message, which the caller cannot know."""
+        """Fail the group if the interrupted call has moved its message, which the caller cannot see."""
         group = self._group()
         if self._has_moved(address, id(x)) and group is not None:
             group.abandon(text, error)
@@ -158,13 +158,13 @@ class Messenger:
 
             self._put, self._has_moved = put, has_moved
             assert self._rings is not None
-            made = RingSender(self._transport, peer, self._rings, group.runtime.spins, is_named=group.named_memory)
-            lane = self._out.setdefault(peer, made)
-            if lane is made:
-                mailbox.post(Address(peer, "", 0), LETTER, place=made.first)
-                self._out_addresses[int(peer)] = made.at
+            sender = RingSender(self._transport, peer, self._rings, group.runtime.spins, is_named=group.named_memory)
+            lane = self._out.setdefault(peer, sender)
+            if lane is sender:
+                mailbox.post(Address(peer, "", 0), LETTER, place=sender.first)
+                self._out_addresses[int(peer)] = sender.at
             else:  # another thread was faster
-                made.drop()
+                sender.drop()
         return lane
 
     def _lane_in(self, peer: int) -> RingReceiver:

@@ -1,6 +1,6 @@
 """Rendezvous: exchange control messages between two ranks about their channels and lanes, at their start and end.
 
-These control messages use a separate tag, above those of users' messages. The sender does not wait: the receiver may
+These control messages use a separate tag, above the tags of users' messages. The sender does not wait: the receiver may
 read one much later, or never. A group makes its rendezvous on first use.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlib")
 
 TAG = 0
-"""The first tag above those of users' messages."""
+"""The first tag above the tags of users' messages."""
 
 _MOST_BYTES = 8192
 _LOST = 0.1  # seconds after which a round is assumed lost
@@ -59,16 +59,16 @@ class Rendezvous:
 
     def __init__(self, transport: Transport, poller: MessagePoller, owner: object, key: int = 0) -> None:
         self.transport, self._poller, self._owner, self._key = transport, poller, weakref.ref(owner), key
-        self._awaited: dict[int, tuple[ProbedReceive, bytearray]] = {}  # by peer
+        self._probes: dict[int, tuple[ProbedReceive, bytearray]] = {}  # by peer
         self._posted: list[tuple[Request, bytes]] = []
         _test_dropped_sends()
         weakref.finalize(self, _left_behind.append, self._posted).atexit = False
         self._posting = threading.RLock()  # users' threads and the poller's thread send
-        self._come: dict[tuple[Address, str], dict[str, Any]] = {}
+        self._arrived: dict[tuple[Address, str], dict[str, Any]] = {}
         self._expected: dict[tuple[Address, str], None] = {}
-        self._asked: dict[int, None] = {}
+        self._requested_peers: dict[int, None] = {}
         self._is_watched = self._is_closed = False
-        self._taken_in = 0.0
+        self._received_at = 0.0
 
     def post(self, to: Address, kind: str, **content: Any) -> None:
         """Send a message of a kind ("hello", "device", "bye") to the peer's end of a channel."""
@@ -81,38 +81,38 @@ class Rendezvous:
 
     def letter(self, of: Address, kind: str) -> dict[str, Any] | None:
         """Return the received message of this kind, or None. Does not poll."""
-        return self._come.get((of, kind))
+        return self._arrived.get((of, kind))
 
     def expect(self, address: Address, kind: str = "hello") -> None:
         """Poll until a message of this kind arrives."""
-        if (address, kind) not in self._come:
+        if (address, kind) not in self._arrived:
             self._expected[address, kind] = None
-            self._watch(anew=True)
+            self._watch(restart=True)
 
     def ask(self, peer: int) -> None:
         """Poll once, soon, for messages from a peer."""
-        self._asked[peer] = None
+        self._requested_peers[peer] = None
         self._watch()
 
-    def _watch(self, *, anew: bool = False) -> None:
+    def _watch(self, *, restart: bool = False) -> None:
         # An interrupted call may have set `_is_watched` without starting a round.
-        is_lost = time.monotonic() - self._taken_in > _LOST
-        if (anew or is_lost or not self._is_watched) and not self._is_closed:
-            self._is_watched, self._taken_in = True, time.monotonic()
+        is_lost = time.monotonic() - self._received_at > _LOST
+        if (restart or is_lost or not self._is_watched) and not self._is_closed:
+            self._is_watched, self._received_at = True, time.monotonic()
             self._poller.watch(_Round(self.receive_letters), self._owner(), awaited=False)
 
     def receive_letters(self) -> bool:
         """Receive messages, on the poller's thread; return whether this round is done."""
-        self._taken_in = time.monotonic()
+        self._received_at = time.monotonic()
         self._is_watched = False  # from here on a request starts another round
-        asked, self._asked = self._asked, {}
+        peers, self._requested_peers = self._requested_peers, {}
         try:
-            for peer in {*asked, *(address.peer for address, _ in list(self._expected))}:
+            for peer in {*peers, *(address.peer for address, _ in list(self._expected))}:
                 self._look(peer)
         except CommlibError as error:  # waiting threads notice the missing message
             log.debug("rendezvous: %s", error)
-        for awaited in [known for known in list(self._expected) if known in self._come]:
-            self._expected.pop(awaited, None)
+        for key in [one for one in list(self._expected) if one in self._arrived]:
+            self._expected.pop(key, None)
         if not self._expected or self._is_closed or self._is_watched:
             return True
         self._is_watched = True
@@ -120,22 +120,22 @@ class Rendezvous:
 
     def _look(self, peer: int) -> None:
         while not self._is_closed:
-            if peer not in self._awaited:
+            if peer not in self._probes:
                 memory = bytearray(_MOST_BYTES)
-                self._awaited[peer] = self.transport.recv_probed(peer, TAG, memoryview(memory)), memory
-            request, memory = self._awaited[peer]
+                self._probes[peer] = self.transport.recv_probed(peer, TAG, memoryview(memory)), memory
+            request, memory = self._probes[peer]
             if not request.test():
                 return
             key, edge, instance, kind, content = json.loads(bytes(memory[: request.nbytes]))
             if key == self._key:
-                self._come[Address(peer, edge, instance), kind] = content
-            del self._awaited[peer]
+                self._arrived[Address(peer, edge, instance), kind] = content
+            del self._probes[peer]
 
     def forget(self, address: Address) -> None:
         """Drop the messages of a channel that has ended."""
         for kind in ("hello", "device", "bye"):
             self._expected.pop((address, kind), None)
-            self._come.pop((address, kind), None)
+            self._arrived.pop((address, kind), None)
 
     def close(self) -> None:
         """Stop receiving; wait briefly for sends in flight."""
@@ -150,9 +150,9 @@ class Rendezvous:
             except CommlibError:  # the message cannot be sent any more
                 pass
         self._posted.clear()
-        for awaited, _ in self._awaited.values():
-            awaited.cancel()
-        self._awaited = {}
+        for probe, _ in self._probes.values():
+            probe.cancel()
+        self._probes = {}
 
 
 def _test_dropped_sends() -> None:
@@ -163,11 +163,11 @@ def _test_dropped_sends() -> None:
         except IndexError:  # another thread handles the rest
             return
         try:
-            left = [pair for pair in posted if not pair[0].test()]
+            pending = [pair for pair in posted if not pair[0].test()]
         except CommlibError:  # the messages cannot be sent any more
             continue
-        if left:
-            _left_behind.append(left)
+        if pending:
+            _left_behind.append(pending)
 
 
 class _Round:

@@ -58,18 +58,18 @@ def sort_by_key(value: Any) -> Any:
     return [sort_by_key(one) for one in value] if type(value) in (list, tuple) else value
 
 
-def wants_x(first: int, last: int, given: Sequence[BatchDigests]) -> bool:
+def wants_x(first: int, last: int, digests: Sequence[BatchDigests]) -> bool:
     """Return whether the ranks of the first and the last stage must compare x, too: the first has no targets."""
-    return given[first].y == NONE != given[last].y
+    return digests[first].y == NONE != digests[last].y
 
 
-def difference(first: int, last: int, given: Sequence[BatchDigests]) -> str:
+def difference(first: int, last: int, digests: Sequence[BatchDigests]) -> str:
     """Return the fault if the ranks of the first and the last stage got different batches; else "".
 
     given: the digests of each rank. The first stage uses its x, the last stage its other inputs. So equal targets on
     both ranks show that the rows are the same; see `wants_x`.
     """
-    one, other = given[first], given[last]
+    one, other = digests[first], digests[last]
     differs = {
         "x": NONE not in (one.x, other.x) and one.x != other.x,
         "y": one.y not in (NONE, other.y),

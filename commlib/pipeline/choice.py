@@ -58,10 +58,10 @@ def choose_stages(
         return StageChoice(choice.best.schedule, choice.best.counts, is_measured=True, why=choice.why)
     if memory is not None:
         raise UsageError('pipeline: memory= is only for schedule="auto"')
-    found = resolve(schedule, comm.size, microbatches, stages=stages, every=every)
+    resolved = resolve(schedule, comm.size, microbatches, stages=stages, every=every)
     if isinstance(split, str) and split == "time":
-        return StageChoice(found, balance(_from_rank_0(comm, measure).whole, found.stages), is_measured=True)
-    return StageChoice(found, tuple(count(found.stages, split)))
+        return StageChoice(resolved, balance(_from_rank_0(comm, measure).whole, resolved.stages), is_measured=True)
+    return StageChoice(resolved, tuple(count(resolved.stages, split)))
 
 
 def check_batch_norm(batch_norm: str) -> None:
@@ -83,13 +83,13 @@ def check_example(example: Any) -> Any:
 def _from_rank_0(comm: Communicator, measure: Callable[[], LayerCosts]) -> LayerCosts:
     """Return rank 0's measurements on all ranks; other ranks would measure other times. Collective."""
     raised: Exception | None = None
-    found: LayerCosts | str = ""
+    costs: LayerCosts | str = ""
     if comm.rank == 0:
         try:
-            found = measure()
+            costs = measure()
         except Exception as error:
-            raised, found = error, f"{type(error).__name__}: {error}"
-    received: LayerCosts | str = comm.broadcast_object(found)
+            raised, costs = error, f"{type(error).__name__}: {error}"
+    received: LayerCosts | str = comm.broadcast_object(costs)
     if raised is not None:
         raise raised
     if isinstance(received, str):

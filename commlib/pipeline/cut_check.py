@@ -1,9 +1,9 @@
-"""Cut check: compare the results of a cut model with those of the original model, and name the first difference.
+"""Cut check: compare the results of a cut model with the original model's, and name the first difference.
 
 For an adapter's `pipeline(verify=batch)`: it runs a copy of the original model once, forward and backward, and records
 a `ModelRun`; it runs copies of the stages on the same batch, with the same random numbers, and records another one with
 the same names; then all ranks call `compare_with_original`. The adapter does so for the stages one after another in one
-process, which checks the cut, and for a step of the pipeline, in which each rank knows only its values.
+process, which checks the cut, and for a step of the pipeline, in which each rank has only its values.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ def compare_with_original(
     `commlib.tensor_parallel.checks.compare.TOLERANCES` for the dtype. every: also raise if no rank has some value of
     the original model. hint: a possible reason, the same on all ranks.
     """
-    found: tuple[int, str] | None = None
+    difference: tuple[int, str] | None = None
     for at, (what, problem) in enumerate(_differences(whole, own, tolerance)):
         if problem:
-            found = at, f"{what} {problem}"
+            difference = at, f"{what} {problem}"
             break
-    found_on_ranks = comm.all_gather_object((found, sorted(_names(own))))
-    first = min((one[0] for one, _ in found_on_ranks if one is not None), default=None)
+    gathered = comm.all_gather_object((difference, sorted(_names(own))))
+    first = min((one[0] for one, _ in gathered if one is not None), default=None)
     how = f", {when}" if when else ""
     if first is not None:
-        ranks = [rank for rank, (one, _) in enumerate(found_on_ranks) if one is not None and one[0] == first]
-        problem = next(one[1] for one, _ in found_on_ranks if one is not None and one[0] == first)
+        ranks = [rank for rank, (one, _) in enumerate(gathered) if one is not None and one[0] == first]
+        problem = next(one[1] for one, _ in gathered if one is not None and one[0] == first)
         on = "" if len(ranks) == comm.size else f" (on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
         raise UsageError(f"pipeline: the cut model differs from the original{how}: {problem}{on}{hint}")
-    known = {name for _, names in found_on_ranks for name in names}
+    known = {name for _, names in gathered for name in names}
     if every and (missing := [name for name in _names(whole) if name not in known]):
         raise UsageError(f"pipeline: the cut model differs from the original{how}: no stage has {missing[0]}")
 

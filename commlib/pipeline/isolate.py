@@ -38,13 +38,13 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
 def _copy_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     memo[id(function)] = function  # it may refer to itself
     names = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
-    kept = {name: _copy(value, memo) for name, value in names.items() if _is_state(value)}
+    state = {name: _copy(value, memo) for name, value in names.items() if _is_state(value)}
     cells = None
     if function.__closure__ is not None:
         cells = tuple(_copy_cell(cell, memo) for cell in function.__closure__)
     new = FunctionType(
         function.__code__,
-        {**function.__globals__, **kept},
+        {**function.__globals__, **state},
         function.__name__,
         _copy(function.__defaults__, memo),
         cells,

@@ -24,12 +24,12 @@ MOST_TERMS = 64
 _Views = tuple[Array, list[Array | None]]
 """A message's memory, referenced so that its ID stays unique, and the arrays in it."""
 
-_Held = tuple[Array, Sequence[Any], bool]
+_HeldMessage = tuple[Array, Sequence[Any], bool]
 """A received message, the memories of the tensors made from it, and whether these are copies."""
 
 
 class LayoutTable:
-    """The layouts that both ends of a link know, with their numbers. The sending end maintains it."""
+    """The layouts that both ends of a link have, with their numbers. The sending end maintains it."""
 
     def __init__(self, codec: Codec | None) -> None:
         self._codec = codec
@@ -38,21 +38,21 @@ class LayoutTable:
         """The number and the layout of the next message."""
 
     def on(self, arrays: Sequence[Any], gradients: Sequence[bool], note: str) -> bytes:
-        """Select the layout of the next message; return its text if the receiver does not know it."""
+        """Select the layout of the next message; return its text if the receiver does not have it."""
         key = (
             tuple([array if array is None else (array.dtype, array.shape) for array in arrays]),
             tuple(gradients),
             note,
         )
-        known, text = self._known.pop(key, None), b""
-        if known is None:
+        entry, text = self._known.pop(key, None), b""
+        if entry is None:
             number = len(self._known) + 1
             if number > MOST_TERMS:
                 number = self._known.pop(next(iter(self._known)))[0]
-            known = number, MessageLayout.of(arrays, gradients, note, self._codec)
-            text = known[1].to_bytes()
-        self._known[key] = known
-        self.number, self.terms = known
+            entry = number, MessageLayout.of(arrays, gradients, note, self._codec)
+            text = entry[1].to_bytes()
+        self._known[key] = entry
+        self.number, self.terms = entry
         return text
 
 
@@ -63,7 +63,7 @@ class Sender:
         self._channel, self._tensors, self._codec = channel, tensors, codec
         self._layouts = LayoutTable(codec)
         self._terms: MessageLayout | None = None  # the layout of `_views`
-        self._last_sent = 0  # bytes of the last message
+        self._last_nbytes = 0  # bytes of the last message
         self._views: dict[int, _Views] = {}
         self._seed = 0
 
@@ -93,17 +93,17 @@ class Sender:
 
     def _message(self, nbytes: int) -> _Views:
         """Return memory for `nbytes` bytes, the receiver's if possible, and the arrays in it."""
-        message = self._channel.buffer(None if nbytes == self._last_sent else nbytes)
-        found = self._views.get(id(message))
-        if found is None:
+        message = self._channel.buffer(None if nbytes == self._last_nbytes else nbytes)
+        views = self._views.get(id(message))
+        if views is None:
             if len(self._views) > self._channel.depth:  # memory that changes each time is not cached
                 self._views.clear()
-            found = self._views[id(message)] = message, self._layouts.terms.views(message)
-        return found
+            views = self._views[id(message)] = message, self._layouts.terms.views(message)
+        return views
 
     def _put(self, message: Array) -> None:
         self._channel.send(message)
-        self._last_sent = len(message)
+        self._last_nbytes = len(message)
 
 
 def _write_header(message: Array, number: int, text: bytes = b"") -> Array:
@@ -138,7 +138,7 @@ class Receiver:
         """End a run: if no values were kept in it, the next one need not copy."""
         self._copies = self._is_kept
 
-    def recv(self) -> tuple[StageValues | None, _Held | None]:
+    def recv(self) -> tuple[StageValues | None, _HeldMessage | None]:
         """Wait for the next values; return them, or None for an empty microbatch, and the argument for `release`."""
         message = self._channel.recv()
         head = message[:HEAD].view(np.int64)
@@ -154,11 +154,11 @@ class Receiver:
         memories = [self._tensors.memory(value) for value in values.tensors if value is not None]
         return values, (message, [memory for memory in memories if memory is not None], self._copies)
 
-    def release(self, held: _Held | None) -> None:
+    def release(self, received: _HeldMessage | None) -> None:
         """Release the memory of values that are no longer needed."""
-        if held is None:
+        if received is None:
             return
-        message, memories, is_copied = held
+        message, memories, is_copied = received
         for memory in memories:
             if self._tensors.is_kept(memory):
                 self._is_kept = True
@@ -171,14 +171,14 @@ class Receiver:
         terms = self._known.get(number)
         if terms is None:
             raise TransportError(f"{self._channel.text}: received a message with the unknown layout {number}")
-        known = self._views.get(id(message))
-        if known is None or known[0] is not terms or known[1][0] is not message:
+        views = self._views.get(id(message))
+        if views is None or views[0] is not terms or views[1][0] is not message:
             if len(self._views) > 2 * self._channel.depth:
                 self._views.clear()
-            known = self._views[id(message)] = terms, (message, terms.views(message))
+            views = self._views[id(message)] = terms, (message, terms.views(message))
         values: list[Any] = []
         self.copied += self._copies
-        for piece, view in zip(terms.pieces, known[1][1], strict=True):
+        for piece, view in zip(terms.pieces, views[1][1], strict=True):
             if piece is None or view is None:
                 values.append(None)
                 continue

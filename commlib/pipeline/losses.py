@@ -30,7 +30,7 @@ REMEDY = (
 class MicrobatchWeights(NamedTuple):
     """The weights of microbatches' losses. terms: the number in each mean; for sums, nonzero if there are any terms.
 
-    A microbatch without terms has weight 0, whatever its loss, which may be 0/0.
+    A microbatch without terms has weight 0, even if its loss is 0/0.
     """
 
     terms: tuple[float, ...]
@@ -53,10 +53,10 @@ def weights_of(terms: Sequence[float], rows: Sequence[int], *, is_sum: bool = Fa
 
     In a batch without rows the first microbatch is the batch, and has the full weight.
     """
-    found = tuple(float(count) if number else 0.0 for count, number in zip(terms, rows, strict=True))
-    if not any(found):
-        found = tuple(map(float, rows)) if any(rows) else (1.0, *(0.0 for _ in rows[1:]))
-    return MicrobatchWeights(found, is_sum)
+    weights = tuple(float(count) if number else 0.0 for count, number in zip(terms, rows, strict=True))
+    if not any(weights):
+        weights = tuple(map(float, rows)) if any(rows) else (1.0, *(0.0 for _ in rows[1:]))
+    return MicrobatchWeights(weights, is_sum)
 
 
 class Weigher:
@@ -108,12 +108,12 @@ class Weigher:
             raise UsageError("pipeline: weigh= takes inputs, so pass x on the rank of the last stage, too")
         terms = []
         for number, count in enumerate(rows):
-            known = {
+            values = {
                 "inputs": inputs[number] if inputs else None,
                 "sample_weight": sample_weights[number] if sample_weights else None,
             }
-            arguments = [known[name] for name in self._extra]
-            named = {name: known[name] for name in self._named}
+            arguments = [values[name] for name in self._extra]
+            named = {name: values[name] for name in self._named}
             terms.append(float(self._weigh(targets[number], *arguments, **named)) if count else 0.0)
             if not 0 <= terms[-1] < math.inf:
                 raise UsageError(
@@ -135,9 +135,9 @@ def _extra_arguments(weigh: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[
         and (parameter.default is parameter.empty or parameter.name in ("inputs", "sample_weight"))
     ][1:]
     named = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name in ("inputs", "sample_weight")]
-    known = [one.name for one in positional if one.name in ("inputs", "sample_weight")]
-    if known:
-        return (), (*known, *named)
+    names = [one.name for one in positional if one.name in ("inputs", "sample_weight")]
+    if names:
+        return (), (*names, *named)
     return ("inputs", "sample_weight")[: len(positional)], tuple(named)
 
 
@@ -145,11 +145,11 @@ class CheckSchedule:
     """Selects the batches of a kind to check: the first two, the tenth, the hundredth and so on."""
 
     def __init__(self) -> None:
-        self._seen: dict[Hashable, int] = {}
+        self._counts: dict[Hashable, int] = {}
 
     def is_due(self, kind: Hashable) -> bool:
         """Count a batch of a kind, and return whether to check it."""
-        number = self._seen[kind] = self._seen.get(kind, 0) + 1
+        number = self._counts[kind] = self._counts.get(kind, 0) + 1
         return number == 2 or str(number).strip("0") == "1"
 
 
@@ -167,7 +167,7 @@ class Details(NamedTuple):
 
 
 def is_close(one: float, other: float, size: float, epsilon: float) -> bool:
-    """Return whether two numbers are equal except for rounding. size: of the summands; epsilon: that of the dtype."""
+    """Return whether two numbers are equal except for rounding. size: of the summands; epsilon: of the dtype."""
     return math.isfinite(one) and abs(one - other) <= max(size, abs(one), abs(other)) * epsilon**0.7
 
 

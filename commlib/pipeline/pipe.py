@@ -42,20 +42,20 @@ def resolve(
     """
     if isinstance(schedule, str) and not schedule.lower().endswith(".csv"):
         return make(find(schedule).name, ranks, microbatches, stages=stages, every=every)
-    found = schedule if isinstance(schedule, Schedule) else read(Path(schedule).read_text(), Path(schedule).stem)
-    if (found.ranks, found.microbatches) != (ranks, microbatches):
-        raise UsageError(f"schedule {found.title}: this pipeline has {ranks} ranks and {microbatches} microbatches")
-    if stages is not None and stages != found.stages:
-        raise UsageError(f"schedule {found.title}: stages={stages} was requested")
-    return found
+    resolved = schedule if isinstance(schedule, Schedule) else read(Path(schedule).read_text(), Path(schedule).stem)
+    if (resolved.ranks, resolved.microbatches) != (ranks, microbatches):
+        raise UsageError(f"schedule {resolved.title}: this pipeline has {ranks} ranks and {microbatches} microbatches")
+    if stages is not None and stages != resolved.stages:
+        raise UsageError(f"schedule {resolved.title}: stages={stages} was requested")
+    return resolved
 
 
 class Pipe:
     """One rank's part of a pipeline over `comm`: its verified schedule and the runner. The constructor is collective.
 
-    links: which stages take the results of which. stages: this rank's stages. lines: settings that must be equal on all
-    ranks, for MismatchError. codec: the compression of floats between ranks. Raises ScheduleError on all ranks for an
-    invalid schedule.
+    links: pairs of a stage and the stage that takes its results. stages: this rank's stages. lines: settings that must
+    be equal on all ranks, for MismatchError. codec: the compression of floats between ranks. Raises ScheduleError on
+    all ranks for an invalid schedule.
 
     If a batch raises an error on one rank, all other ranks raise PeerError, wherever they are in it. If all ranks catch
     it, the next batch starts again.
@@ -205,18 +205,18 @@ class Pipe:
         """
         own = [rows, float(bool(fault)), *numbers, *added]
         gathered = self.comm.all_gather(np.array(own, np.float64)).reshape(self.comm.size, -1)
-        known = {rank: int(count) for rank, count in enumerate(gathered[:, 0]) if count >= 0}
-        if len(set(known.values())) > 1:
-            counts = ", ".join(f"{count} on rank {rank}" for rank, count in known.items())
+        counts_of = {rank: int(count) for rank, count in enumerate(gathered[:, 0]) if count >= 0}
+        if len(set(counts_of.values())) > 1:
+            counts = ", ".join(f"{count} on rank {rank}" for rank, count in counts_of.items())
             raise UsageError(
                 f"pipeline: the batch has different numbers of rows: {counts}; x on the first stage's rank and y on "
                 "the last stage's rank must belong to the same batch"
             )
         if gathered[:, 1].any():
             self.refuse(self.comm.broadcast_object(fault, int(gathered[:, 1].argmax())))
-        found = gathered[self.last, 2 : 2 + len(numbers)].copy()
-        found[: len(added)] += gathered[:, 2 + len(numbers) :].sum(axis=0)
-        return [float(value) for value in found]
+        totals = gathered[self.last, 2 : 2 + len(numbers)].copy()
+        totals[: len(added)] += gathered[:, 2 + len(numbers) :].sum(axis=0)
+        return [float(value) for value in totals]
 
     def broadcast_rows(self, rows: Sequence[int]) -> list[int]:
         """Broadcast the number of rows of each microbatch from the first stage's rank. Collective."""
@@ -231,8 +231,10 @@ class Pipe:
         if self.first == self.last:
             return
         y = digest_of_y() if self.comm.rank in (self.first, self.last) else NONE
-        given = [BatchDigests(*map(int, gathered)) for gathered in self.comm.all_gather(np.array([BatchDigests(y=y)]))]
-        if fault := self.difference(given, digest_of_x):
+        digests = [
+            BatchDigests(*map(int, gathered)) for gathered in self.comm.all_gather(np.array([BatchDigests(y=y)]))
+        ]
+        if fault := self.difference(digests, digest_of_x):
             self.refuse(fault)
 
     def difference(self, given: Sequence[BatchDigests], digest_of_x: Callable[[], int]) -> str:

@@ -29,17 +29,17 @@ def recompute_of(checkpoint: Checkpoint, layers: Sequence[tuple[str, Any]]) -> R
     layer, and for a layer with two modes.
     """
     if isinstance(checkpoint, Mapping):
-        found = _match_patterns(checkpoint, [name for name, _ in layers])
+        modes = _match_patterns(checkpoint, [name for name, _ in layers])
     elif callable(checkpoint):
-        found = {name: _check_mode(checkpoint(name, layer), name) for name, layer in layers}
+        modes = {name: _check_mode(checkpoint(name, layer), name) for name, layer in layers}
     else:
         return _check_mode(checkpoint)
-    return {name: word for name, word in found.items() if word != "none"}
+    return {name: word for name, word in modes.items() if word != "none"}
 
 
-def _match_patterns(given: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    found: dict[str, dict[str, str]] = {}
-    for pattern, word in given.items():
+def _match_patterns(patterns: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    matches: dict[str, dict[str, str]] = {}
+    for pattern, word in patterns.items():
         _check_mode(word, pattern)
         matched = [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
@@ -48,8 +48,8 @@ def _match_patterns(given: Mapping[str, str], names: Sequence[str]) -> dict[str,
                 f"pipeline: checkpoint: no layer matches {pattern!r}; the layers are {', '.join(close) or 'none'}, ..."
             )
         for name in matched:
-            found.setdefault(name, {})[pattern] = word
-    return {name: _select_mode(name, modes) for name, modes in found.items()}
+            matches.setdefault(name, {})[pattern] = word
+    return {name: _select_mode(name, modes) for name, modes in matches.items()}
 
 
 def _select_mode(name: str, modes: Mapping[str, str]) -> str:
@@ -64,6 +64,6 @@ def _check_mode(word: Any, of: str = "") -> str:
     if word not in CHECKPOINTS:
         place = f" of {of}" if of else ""
         more = "" if of else ", or these by names of layers, or a function of a layer's name and the layer"
-        known = f"{', '.join(CHECKPOINTS)}{more}{suggest(word, CHECKPOINTS)}"
-        raise UsageError(f"pipeline: checkpoint{place} is {word!r}, expected one of {known}")
+        modes = f"{', '.join(CHECKPOINTS)}{more}{suggest(word, CHECKPOINTS)}"
+        raise UsageError(f"pipeline: checkpoint{place} is {word!r}, expected one of {modes}")
     return str(word)

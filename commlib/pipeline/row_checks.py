@@ -33,8 +33,8 @@ def mixing_fault(where: str, what: str) -> str:
 def added_loss_fault(where: str, what: str = "is neither a mean over rows nor a sum") -> str:
     """Return the fault of a loss added by a layer that is neither a mean over rows nor a sum."""
     return (
-        f"pipeline: a loss added by a layer of {where} {what}, so the losses of microbatches do not yield that of the "
-        f"batch: {ADD_REMEDY}"
+        f"pipeline: a loss added by a layer of {where} {what}, so the losses of microbatches do not yield the "
+        f"batch's: {ADD_REMEDY}"
     )
 
 
@@ -53,7 +53,7 @@ def is_near(one: Array, other: Array, epsilon: float) -> bool:
 
 
 def has_mixed(one: Array, other: Array, whole: Array, rows: Sequence[int], epsilon: float, *, is_last: bool) -> bool:
-    """Return whether the values of two microbatches, of `rows` rows each, differ from those of both together.
+    """Return whether the values of two microbatches, of `rows` rows each, differ from the values of both together.
 
     A value whose shape does not depend on rows is ignored; but not a statistic of a microbatch's rows, such as their
     mean, that a stage sends to another. is_last: the value goes to the loss, which is checked separately.
@@ -128,27 +128,27 @@ class AddedLossKinds:
     """The known kinds (sum or mean) of the losses that layers of a stage add, separate for training and inference."""
 
     def __init__(self) -> None:
-        self._known: dict[bool, list[bool | None]] = {}
+        self._flags: dict[bool, list[bool | None]] = {}
 
     def sums(self, number: int, training: bool) -> list[bool]:
         """Return for each of `number` losses whether it is a sum; unknown ones count as means."""
-        known = self._known.get(training, ())
-        return [bool(one) for one in known] if len(known) == number else [False] * number
+        flags = self._flags.get(training, ())
+        return [bool(one) for one in flags] if len(flags) == number else [False] * number
 
     def are_known(self, number: int, training: bool) -> bool:
         """Return whether the kinds of `number` losses have been recorded."""
-        return len(self._known.get(training, ())) == number
+        return len(self._flags.get(training, ())) == number
 
     def are_unknown(self, values: Sequence[float], training: bool) -> bool:
         """Return whether the kind of any of these losses is still unknown. A loss of 0 does not reveal its kind."""
-        known = self._known.get(training)
-        if known is None or len(known) != len(values):
+        flags = self._flags.get(training)
+        if flags is None or len(flags) != len(values):
             return True
-        return None in known and any(value for one, value in zip(known, values, strict=True) if one is None)
+        return None in flags and any(value for one, value in zip(flags, values, strict=True) if one is None)
 
     def learn(self, kinds: Sequence[bool | str | None], training: bool) -> None:
         """Record the kinds that `kind_of_added` returned."""
-        self._known[training] = [one is True if one != "none" else None for one in kinds]
+        self._flags[training] = [one is True if one != "none" else None for one in kinds]
 
 
 def unknown_kind_warning(stage: int, why: str) -> str:

@@ -25,12 +25,12 @@ class Rows:
 
 def rows_option(rows: Mapping[str, Any] | None) -> Rows:
     """Return the locations of rows from the option of `pipeline`. Raises UsageError for an invalid option."""
-    given = dict(rows or {})
-    if unknown := sorted(set(given) - {"x", "y", "output"}):
+    options = dict(rows or {})
+    if unknown := sorted(set(options) - {"x", "y", "output"}):
         raise UsageError(f"pipeline: rows has {', '.join(map(repr, unknown))}, expected x, y or output")
-    for name, where in given.items():
+    for name, where in options.items():
         _check(name, where)
-    return Rows(**given)
+    return Rows(**options)
 
 
 def _check(name: str, where: Any) -> None:
@@ -56,13 +56,13 @@ def each(function: Callable[..., Any], where: Any, *values: Any) -> Any:
                 )
         elif isinstance(where, tuple | list):
             raise UsageError(f"pipeline: rows has {where} for a dict; expected a dict with its names, or one dimension")
-        found = {
+        result = {
             name: each(
                 function, where.get(name, 0) if isinstance(where, Mapping) else where, *(v[name] for v in values)
             )
             for name in first
         }
-        return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
+        return result if type(first) is dict else type(first)(result)  # type: ignore[call-arg]
     if isinstance(first, tuple | list):
         if isinstance(where, Mapping) or (isinstance(where, tuple | list) and len(where) != len(first)):
             raise UsageError(f"pipeline: rows has {where} for {len(first)} values; expected as many dimensions")

@@ -174,7 +174,7 @@ class Runner:
         self._failure = self._failure or f"rank {self._comm.rank} failed ({type(error).__name__})"
         self._clear()
         for channel in self._channels:
-            channel.close(_why_left(error))
+            channel.close(_leave_reason(error))
 
     def close(self) -> None:
         """Close this rank's channels. Idempotent; not collective."""
@@ -203,17 +203,17 @@ class Runner:
         """Add the position to the error, and notify the neighbours."""
         schedule = self._lowered.schedule
         self._failure = f"rank {self._comm.rank} failed at {self._program[self._position]} ({type(error).__name__})"
-        drawn = mark_positions(schedule, {self._comm.rank: self._position})
-        error.add_note(f"commlib: in a pipeline, {schedule.title}: at {self.position}\n{drawn}")
+        drawing = mark_positions(schedule, {self._comm.rank: self._position})
+        error.add_note(f"commlib: in a pipeline, {schedule.title}: at {self.position}\n{drawing}")
         self._clear()
         for channel in self._channels:
-            channel.close(_why_left(error, f" at {self._program[self._position]}"))
+            channel.close(_leave_reason(error, f" at {self._program[self._position]}"))
 
     def _clear(self) -> None:
-        self._given: defaultdict[_Key, dict[int, StageValues | None]] = defaultdict(dict)
+        self._inputs: defaultdict[_Key, dict[int, StageValues | None]] = defaultdict(dict)
         self._gradients: defaultdict[_Key, dict[int, StageValues | None]] = defaultdict(dict)
         self._leaving: dict[tuple[int, int, int, bool], StageValues | None] = {}
-        self._held: defaultdict[_Key, list[tuple[Receiver | DeviceReceiver, Any]]] = defaultdict(list)
+        self._unreleased: defaultdict[_Key, list[tuple[Receiver | DeviceReceiver, Any]]] = defaultdict(list)
         self._empty: set[_Key] = set()
         self._alive = 0
 
@@ -222,17 +222,17 @@ class Runner:
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = stage, microbatch
-        given = self._given.pop(key, {})
-        if microbatch in self._nothing if not self._sources[stage] else None in given.values():
+        values = self._inputs.pop(key, {})
+        if microbatch in self._nothing if not self._sources[stage] else None in values.values():
             self._empty.add(key)
             results: Mapping[int, StageValues | None] = dict.fromkeys(self._targets[stage])
         else:
             if self._uses:
                 self._stages[stage].use(self._uses[key][0])
-            results = self._stages[stage].forward(microbatch, given)  # type: ignore[arg-type]  # none is None
+            results = self._stages[stage].forward(microbatch, values)  # type: ignore[arg-type]  # none is None
             self._alive += 1
             self.peak = max(self.peak, self._alive)
-        self._pass_on(action, self._targets[stage], results, self._given)
+        self._pass_on(action, self._targets[stage], results, self._inputs)
         if self._last[key] is action:
             self._end(key)
 
@@ -285,7 +285,7 @@ class Runner:
 
     def _hand_back(self, key: _Key) -> None:
         """Release the memory of the messages for a microbatch: its stage no longer needs them."""
-        for receiver, message in self._held.pop(key, ()):
+        for receiver, message in self._unreleased.pop(key, ()):
             receiver.release(message)
 
     def _send(self, action: Action) -> None:
@@ -296,8 +296,8 @@ class Runner:
         receiver = self._receivers[direction_of(action)]
         values, message = receiver.recv()
         key = action.stage, action.microbatch
-        self._held[key].append((receiver, message))
-        (self._given if action.kind is Kind.RECV_F else self._gradients)[key][action.peer] = values
+        self._unreleased[key].append((receiver, message))
+        (self._inputs if action.kind is Kind.RECV_F else self._gradients)[key][action.peer] = values
 
 
 def describe(action: Action) -> str:
@@ -310,7 +310,7 @@ def _facts(action: Action) -> dict[str, Any]:
     return {"kind": str(action.kind), "stage": action.stage, "microbatch": action.microbatch, "peer": action.peer}
 
 
-def _why_left(error: BaseException, place: str = "") -> str:
+def _leave_reason(error: BaseException, place: str = "") -> str:
     """Return the reason why a rank leaves: the error, or for a rank that waited in vain the first rank's reason."""
     for peer, why in error.missing.items() if isinstance(error, PeerError) else ():
         if why.startswith(_LEFT):

@@ -34,7 +34,7 @@ class Stage(Protocol):
         ...
 
     def backward(self, microbatch: int, gradients: ByStage, *, final: bool) -> ByStage:
-        """Add to the gradients of the weights, and return those of the inputs, given those of the outputs.
+        """Add to the gradients of the weights, and return the gradients of the inputs, given those of the outputs.
 
         A stage without targets begins with its loss.
         """

@@ -19,8 +19,8 @@ def find_shared(
     shared = find_owners(weights, placement)
     groups = list(dict.fromkeys(ranks for _, ranks in shared))
     requests = [(0 if comm.rank in ranks else -1, 0, f"{comm.name}.tied") for ranks in groups]
-    made = dict(zip(groups, comm.split_all(requests) if requests else [], strict=True))
-    return [(weight, made[ranks]) for weight, ranks in shared]
+    subgroups = dict(zip(groups, comm.split_all(requests) if requests else [], strict=True))
+    return [(weight, subgroups[ranks]) for weight, ranks in shared]
 
 
 def find_owners(values: Sequence[Iterable[Any]], placement: Sequence[int]) -> list[tuple[Any, tuple[int, ...]]]:

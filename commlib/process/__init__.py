@@ -1,1 +1,1 @@
-"""Processes: how this one ends and forks, and how it asks others."""
+"""Processes: how this one ends and forks, and how it runs others."""

@@ -1,8 +1,8 @@
 """Error board: a folder in which failing ranks of a job agree which of them reports, so that one error is shown once.
 
-The first rank that fails claims the report. The others leave theirs here, as text, and say nothing. Errors that follow
-from another rank's (PeerError) claim it a second later: by then the first cause has. The ranks share only files: MPI,
-and the other ranks, may be what has failed.
+The first rank that fails claims the report. The others write theirs here, as text, and print none. Errors that follow
+from another rank's (PeerError) claim it a second later: by then the rank with the first cause has claimed it. The ranks
+share only files: MPI, and the other ranks, may have failed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ErrorBoard:
         return True
 
     def others_text(self, rank: int) -> str:
-        """Return a line about the ranks that failed besides the reporting one; "" if there are none."""
+        """Return a line about the other ranks that failed; "" if there are none."""
         messages = self._messages()
         own = messages.pop(rank, [])
         same = sorted(other for other, forms in messages.items() if _are_same(forms, own))
@@ -80,15 +80,15 @@ class ErrorBoard:
         new.rename(self.folder / f"error-{rank}.json")
 
     def _messages(self) -> dict[int, list[str]]:
-        found = {}
+        messages = {}
         for path in self.folder.glob("error-*.json"):
             with suppress(OSError, ValueError):
-                found[int(path.stem.removeprefix("error-"))] = json.loads(path.read_text())
-        return found
+                messages[int(path.stem.removeprefix("error-"))] = json.loads(path.read_text())
+        return messages
 
 
 def _forms(message: str, rank: int) -> list[str]:
-    """Return two forms of a message, one of which ranks with the same error share: without seconds and own numbers."""
+    """Return two forms of a message: without seconds and own numbers. Ranks with the same error share one form."""
     message = re.sub(r"\d+\.\d+ s\b", "T s", message)
     return [re.sub(r"this is rank \d+", "this is rank R", message), re.sub(rf"\brank {rank}\b", "rank R", message)]
 

@@ -23,7 +23,7 @@ LAST_WORDS = 0.1
 # Seconds that the other ranks give rank 0 to report the error for all of them and to end the job.
 AFTER_YOU = 3.0
 
-# Seconds: how long an error that follows from another rank's waits for that rank's report; how long ranks that say
+# Seconds: how long an error that follows from another rank's waits for that rank's report; how long ranks that print
 # nothing give the reporting rank to end the job; how long that rank waits for others that fail with it.
 _CAUSE_FIRST, _SILENT, _TOGETHER = 1.0, 5.0, 0.3
 
@@ -82,8 +82,8 @@ def hook(
 
 def _shows_all(world: Any) -> bool:
     """Return whether commlib's own frames are shown."""
-    given = os.environ.get("COMMLIB_TRACEBACK", "") if world is None else world.config.traceback
-    return bool(given == "full")
+    setting = os.environ.get("COMMLIB_TRACEBACK", "") if world is None else world.config.traceback
+    return bool(setting == "full")
 
 
 def give_up(text: str, code: int = 1) -> NoReturn:
@@ -152,8 +152,8 @@ def _at_exit(world: Callable[[], Any], leave: Callable[[], str], find_board: Cal
         return
     comm = world() or MPI.COMM_WORLD
     board = find_board()
-    left_over = leave()
-    if left_over and comm.size > 1:
-        reason = f"left the program with {left_over}"
+    unfinished = leave()
+    if unfinished and comm.size > 1:
+        reason = f"left the program with {unfinished}"
         _report_and_abort(MPI, comm, reason, "", reason, board)
     mpi_start.finalize()

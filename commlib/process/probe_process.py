@@ -16,7 +16,7 @@ _OF_LAUNCHERS = (
     "ALPS_", "FLUX_", "HYDI_", "HYDRA_", "I_MPI_HYDRA_", "JSM_", "MPIRUN_", "MPISPAWN_", "MPI_LOCAL", "MV2_COMM_WORLD_",
     "MVP_COMM_WORLD_", "OMPI_", "ORTE_", "PALS_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "SLURMD_", "SLURM_",
 )  # fmt: skip
-# Variables among them by which users choose MPI's transports; the probe must use the same.
+# Users choose MPI's transports by some of these variables; the probe must use the same.
 _PARTS = ("accelerator", "btl", "coll", "common", "mca_", "mpool", "mtl", "opal_", "osc", "pml", "rcache", "smsc")
 _OF_USERS = tuple(f"OMPI_MCA_{part}" for part in _PARTS)
 

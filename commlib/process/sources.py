@@ -18,8 +18,8 @@ _OURS = (
 @cache
 def _libraries() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    found = [paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
-    return tuple(f"{path}/" for path in dict.fromkeys([*found, site.getusersitepackages()]))
+    folders = [paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
+    return tuple(f"{path}/" for path in dict.fromkeys([*folders, site.getusersitepackages()]))
 
 
 def is_ours(file: str) -> bool:

@@ -31,10 +31,10 @@ def format_error(error: BaseException, *, full: bool = False) -> str:
     The frames stay if commlib itself seems to be at fault: an error of another type that left its code. full: fold
     none.
     """
-    found = TracebackException.from_exception(error, compact=True)
+    trace = TracebackException.from_exception(error, compact=True)
     if not full:
-        _fold(found, set())
-    return "".join(found.format()).rstrip("\n") + _suggestion(error) + "\n"
+        _fold(trace, set())
+    return "".join(trace.format()).rstrip("\n") + _suggestion(error) + "\n"
 
 
 def entered_call(trace: TracebackType | None) -> str:
@@ -45,19 +45,19 @@ def entered_call(trace: TracebackType | None) -> str:
     return "" if name.startswith(("_", "<")) else name
 
 
-def _fold(found: TracebackException, seen: set[int]) -> None:
-    """Fold the frames of an exception, and of those it comes from."""
-    if id(found) in seen:
+def _fold(trace: TracebackException, seen: set[int]) -> None:
+    """Fold the frames of an exception, and of its causes."""
+    if id(trace) in seen:
         return
-    seen.add(id(found))
-    frames = list(found.stack)
-    is_own = found.exc_type is not None and issubclass(found.exc_type, CommlibError)
+    seen.add(id(trace))
+    frames = list(trace.stack)
+    is_own = trace.exc_type is not None and issubclass(trace.exc_type, CommlibError)
     last = (
         len(frames) if is_own else max((i + 1 for i, frame in enumerate(frames) if is_users(frame.filename)), default=0)
     )
     if any(not is_ours(frame.filename) for frame in frames):
-        found.stack = _Stack([*_folded(frames[:last]), *frames[last:]])
-    for other in (found.__cause__, found.__context__, *(found.exceptions or ())):
+        trace.stack = _Stack([*_folded(frames[:last]), *frames[last:]])
+    for other in (trace.__cause__, trace.__context__, *(trace.exceptions or ())):
         if other is not None:
             _fold(other, seen)
 

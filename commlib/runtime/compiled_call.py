@@ -74,8 +74,8 @@ class CompiledCall:
         """
 
         def run() -> Any:
-            got = self.perform(x, target)
-            return value if deliver is None else deliver(got)
+            result = self.perform(x, target)
+            return value if deliver is None else deliver(result)
 
         if self.can_begin and deliver is None:
             progress = self._progress
@@ -218,9 +218,9 @@ class Plan:
         return self._compiled.start(*self._bound, value=self._value, deliver=self._deliver)
 
     def _settle(self) -> None:
-        found = self._compiled.settled
-        if found is not self._compiled:
-            bound = found.bind(*self._bound, value=self._value, deliver=self._deliver)
+        settled = self._compiled.settled
+        if settled is not self._compiled:
+            bound = settled.bind(*self._bound, value=self._value, deliver=self._deliver)
             self._compiled, self._step, self._address = bound._compiled, bound._step, bound._address
 
     def _finish(self, value: Any) -> Any:

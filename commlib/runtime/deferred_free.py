@@ -1,4 +1,4 @@
-"""Deferred free: keep groups that this process has dropped until all their ranks have. Only then can MPI free them.
+"""Deferred free: keep groups that this process has dropped until all their ranks have; then MPI can free them.
 
 Freeing a communicator is collective, but ranks drop their groups at different times. So each rank notes its dropped
 groups. At the next split of a group, which is collective, its ranks compare their notes.

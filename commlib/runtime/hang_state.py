@@ -66,8 +66,8 @@ def _still_waiting(watches: list[Any]) -> list[Any]:
 def waits(runtime: Runtime) -> list[Wait]:
     """Return the waits of this process's threads that last longer than a moment, the longest first."""
     groups = groups_by_key(runtime)
-    found = [_wait(watch, groups, watch.looked) for watch in _still_waiting(_long_waits(runtime))]
-    return sorted(found, key=lambda wait: -wait.seconds)
+    texts = [_wait(watch, groups, watch.looked) for watch in _still_waiting(_long_waits(runtime))]
+    return sorted(texts, key=lambda wait: -wait.seconds)
 
 
 def _wait(watch: Any, groups: Mapping[str, Any], now: float) -> Wait:
@@ -126,13 +126,13 @@ def _operation(text: str, sequence: int, state: CallPhase) -> CallState:
 
 def nbytes_of(text: str) -> int:
     """Return the bytes of this rank's array in a call, from the call's text; -1 if the text lacks them."""
-    found = _SIZES.search(text)
-    if found is None or found[3] not in NUMPY:
+    match = _SIZES.search(text)
+    if match is None or match[3] not in NUMPY:
         return -1
     count = 1
-    for length in (found[1] or found[2]).replace(",", " ").split():
+    for length in (match[1] or match[2]).replace(",", " ").split():
         count *= int(length)
-    return count * NUMPY[found[3]].itemsize
+    return count * NUMPY[match[3]].itemsize
 
 
 def list_named(runtime: Runtime) -> tuple[NamedCall, ...]:

@@ -41,7 +41,7 @@ _LOOK, _GATHER = 1 / 16, 1 / 2
 _LEAST = 0.05  # seconds between two polls
 
 # Seconds between two looks for requests: on this host, and for each host of the job in the shared folder, whose server
-# all hosts ask.
+# serves all hosts.
 _REQUESTS, _REQUESTS_PER_HOST = 1.0, 0.02
 
 
@@ -63,7 +63,7 @@ class RankProcess:
         return cls(socket.gethostname(), namespace, os.getpid())
 
     def state(self) -> str:
-        """Return the state letter of the process in /proc, "" if it is gone."""
+        """Return the state letter of the process in /proc, "" if it has ended."""
         return state_of(self.process)
 
 
@@ -108,7 +108,7 @@ class Answers:
         """Return the answers of this process."""
         try:
             return cls(RankProcess.own(), os.path.abspath(config.hang_folder))
-        except OSError:  # the working directory is gone
+        except OSError:  # the working directory was removed
             return cls(RankProcess.own(), config.hang_folder)
 
 
@@ -172,7 +172,7 @@ class HangWatch:
         return self._job_folder
 
     def forecast(self, waited: float) -> str:
-        """Return the end of a warning about a wait of so many seconds: when the diagnosis comes, how to get it now."""
+        """Return the end of a warning about a long wait: when the diagnosis is due, and how to get it now."""
         job = self._job
         name = job.token
         if job.hosts > 1 or self.node is None:
@@ -237,7 +237,7 @@ class HangWatch:
     # Requests
 
     def _answer_requests(self) -> None:
-        """Dump this rank's state if a command has asked for it since the last look."""
+        """Dump this rank's state if a command has requested it since the last check."""
         numbers = numbers_in(self.node.path) if self.node is not None else []
         job = self._job
         if job.hosts > 1 and job.rank == job.neighbours[0] and time.monotonic() >= self._next_look:
@@ -308,5 +308,5 @@ class HangWatch:
         return not self._closing.is_set() and rank == min(folder.ranks())
 
     def _only_ended_are_missing(self, written: set[int]) -> bool:
-        known = {state.rank for state in self._neighbours() if state.state in ("", "T", "t", "Z", "X")}
-        return known >= set(range(len(self._job.processes))) - written
+        ended = {state.rank for state in self._neighbours() if state.state in ("", "T", "t", "Z", "X")}
+        return ended >= set(range(len(self._job.processes))) - written

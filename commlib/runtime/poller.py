@@ -55,7 +55,7 @@ class MessagePoller:
         self._unawaited &= {id(work) for work, _ in works}
         self._changed.notify_all()
 
-    def _awaited(self) -> list[PolledWork]:
+    def _awaited_works(self) -> list[PolledWork]:
         return [work for work, _ in self._works if id(work) not in self._unawaited]
 
     def _loop(self) -> None:
@@ -82,9 +82,9 @@ class MessagePoller:
     def drain(self, timeout: float) -> str:
         """Wait until all awaited works are done; return "", or after `timeout` s the name of an unfinished work."""
         with self._lock:
-            if self._changed.wait_for(lambda: not self._awaited(), timeout):
+            if self._changed.wait_for(lambda: not self._awaited_works(), timeout):
                 return ""
-            return f"unfinished {self._awaited()[0].description}"
+            return f"unfinished {self._awaited_works()[0].description}"
 
     def abandon(self) -> None:
         """Forget all works in a forked child. Its copies of the locks may be held by threads that it does not have."""

@@ -34,7 +34,7 @@ class HangWatching(Protocol):
         ...
 
     def forecast(self, waited: float) -> str:
-        """Return when the diagnosis of a wait comes, and how to get it now, as the end of a warning."""
+        """Return when the diagnosis of a wait is due, and how to get it now, as the end of a warning."""
         ...
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Runtime:
         return 2000 if self.ranks_on_node <= (os.cpu_count() or 1) else 20
 
     def forecast(self, waited: float) -> str:
-        """Return when the diagnosis of a wait comes, and how to get it now, as the end of a warning; "" without one."""
+        """Return when a diagnosis is due, and how to get it now, as the end of a warning; "" without one."""
         return "" if self.hang_watch is None else self.hang_watch.forecast(waited)
 
     def drain(self, timeout: float) -> str:
@@ -79,8 +79,8 @@ class Runtime:
         drains = [self.poller.drain, *(group.progress.drain for group in list(self.groups))]
         if self.services is not None:
             drains.insert(0, self.services.drain)
-        left_over = [drain(max(0.0, deadline - time.monotonic())) for drain in drains]
-        return next(filter(None, left_over), "")
+        unfinished = [drain(max(0.0, deadline - time.monotonic())) for drain in drains]
+        return next(filter(None, unfinished), "")
 
     def abandon(self) -> None:
         """Disable all groups in a forked child, which has no threads and must not call MPI: every call fails."""

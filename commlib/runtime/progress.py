@@ -72,7 +72,7 @@ class Progress:
         self._begun: _QueuedOperation | None = None
         self._failures = Failures()
         # Acquired directly, not by `with` on the condition: an exception of a signal handler could leave that locked.
-        # Reentrant, so it knows its owner: a signal handler's call that would wait for its own thread is refused.
+        # Reentrant, so it has an owner: a signal handler's call that would wait for its own thread is refused.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.running = threading.Lock()  # held while an operation runs

@@ -105,7 +105,7 @@ class Recording:
         timeline.close()
 
     def start_from_settings(self, config: Config, rank: int) -> None:
-        """Start recording and timeline as the settings say. Raises UsageError if the timeline cannot be written."""
+        """Start recording and timeline as configured. Raises UsageError if the timeline cannot be written."""
         if config.events:
             self.start(config.events)
         if config.timeline:

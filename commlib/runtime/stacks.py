@@ -38,8 +38,8 @@ def _thread(name: str, identifier: int, top: object) -> ThreadState:
 def _last_of_user(stack: list[Frame], *, is_main: bool) -> int:
     """Return the index of the last frame of the user's code; -1: none.
 
-    In the main thread, without such a frame, that of the last frame neither of commlib nor of Python: the user's code
-    may be an installed package.
+    In the main thread, without such a frame, it is the last frame outside of commlib and Python: the user's code may be
+    an installed package.
     """
     files = [frame.file for frame in stack]
     last = max((index for index, file in enumerate(files) if is_users(file)), default=-1)

@@ -35,7 +35,7 @@ class PeerCheck(Protocol):
     """Exchanges messages about calls with other ranks during a long wait."""
 
     def look(self) -> None:
-        """Tell the other ranks the call in which this one waits. Raises MismatchError if one made a different call."""
+        """Send the other ranks the call in which this one waits. Raises MismatchError if one made a different call."""
         ...
 
     def absent(self) -> Mapping[int, str]:
@@ -111,32 +111,32 @@ class Watchdog:
         if not self.thread:
             self.thread = threading.get_ident()
             self._runtime.waits[id(self)] = self
-        waited = now - self.since
+        elapsed = now - self.since
         if self._runtime.closing:
             raise ShutdownError(f"{self.text}: rank {self._rank}: cancelled, because commlib is shutting down")
-        if self._stall_check is not None and waited > self._long:
+        if self._stall_check is not None and elapsed > self._long:
             self._stall_check.look()
         self._check_absent(now)
-        if 0 < self._runtime.config.timeout < waited:
+        if 0 < self._runtime.config.timeout < elapsed:
             late = self._late()
             error = StallError(
-                f"{self.text}: rank {self._rank}: gave up after {waited:.1f} s (COMMLIB_TIMEOUT){_late_text(late)}; "
+                f"{self.text}: rank {self._rank}: gave up after {elapsed:.1f} s (COMMLIB_TIMEOUT){_late_text(late)}; "
                 f"look at what the late ranks are doing{self._did_last()}"
             )
             error.missing = dict.fromkeys(late, "")
             raise error
-        if not self._warned and self._runtime.config.stall_warning < waited:
+        if not self._warned and self._runtime.config.stall_warning < elapsed:
             self._warned = True
             late = self._late()
             if self._explain is not None:
-                log.warning("%s%s%s", self._explain(waited, late), self._runtime.forecast(waited), self._did_last())
+                log.warning("%s%s%s", self._explain(elapsed, late), self._runtime.forecast(elapsed), self._did_last())
             else:
-                suffix = f"{_late_text(late)}{self._runtime.forecast(waited)}{self._did_last()}"
-                log.warning("%s: rank %d has waited %.0f s%s", self.text, self._rank, waited, suffix)
+                suffix = f"{_late_text(late)}{self._runtime.forecast(elapsed)}{self._did_last()}"
+                log.warning("%s: rank %d has waited %.0f s%s", self.text, self._rank, elapsed, suffix)
 
     def _check_absent(self, now: float) -> None:
-        gone = {**_absent(self._stall_check), **_absent(self._presence)}
-        absent = {rank: reason for rank, reason in gone.items() if self.peers is None or rank in self.peers}
+        reasons = {**_absent(self._stall_check), **_absent(self._presence)}
+        absent = {rank: reason for rank, reason in reasons.items() if self.peers is None or rank in self.peers}
         if not absent:
             return
         if not self._absent_since:
@@ -153,8 +153,8 @@ class Watchdog:
         return sorted({*here, *elsewhere})
 
 
-def _absent(known: PeerLiveness | PeerCheck | None) -> Mapping[int, str]:
-    return {} if known is None else known.absent()
+def _absent(liveness: PeerLiveness | PeerCheck | None) -> Mapping[int, str]:
+    return {} if liveness is None else liveness.absent()
 
 
 def _late_text(late: list[int]) -> str:

@@ -76,7 +76,7 @@ class Work:
                     self._running.release()
                 else:
                     raise StallError(
-                        f"{self.description}: not done after {timeout} s; it goes on, wait again to collect it"
+                        f"{self.description}: not done after {timeout} s; it is still running, wait again to collect it"
                     )
             finally:
                 if record is not None:

@@ -37,7 +37,7 @@ def inputs(program: Program) -> Sequence[int]:
 def promises(program: Program) -> Iterator[Promise]:
     """Yield the chunks that this rank must hold at the end.
 
-    A barrier yields none: instead, each rank must have heard of all ranks.
+    A barrier yields none: instead, a signal of every rank must have reached each rank.
     """
     rank, size, root = program.rank, program.size, program.root
     data = range(program.regions[0] if program.regions else 0)

@@ -67,8 +67,8 @@ class FoldedRanks:
             keep = position - position % width
             give = keep ^ width
             peer = self.rank(position ^ width)
-            sent, kept = Span(edge(give), edge(give + width)), Span(edge(keep), edge(keep + width))
-            yield shift(peer, sent, peer, kept, reduce=True)
+            send_span, keep_span = Span(edge(give), edge(give + width)), Span(edge(keep), edge(keep + width))
+            yield shift(peer, send_span, peer, keep_span, reduce=True)
             width //= 2
 
     def doubling(self, rank: int, edge: Edge) -> Iterator[Round]:

@@ -31,7 +31,7 @@ def direct(rank: int, size: int, root: int = 0) -> Iterator[Round]:
         yield Round(recvs=tuple(Recv(peer, chunk(peer)) for peer in range(size) if peer != root))
 
 
-def _sent(size: int, segments: int) -> Fraction:
+def _bytes_sent(size: int, segments: int) -> Fraction:
     """Return the largest share that a child of the root sends.
 
     The root's last child has the ranks beyond the largest power of two below `size`; the one before, half of that
@@ -47,7 +47,7 @@ def _sent(size: int, segments: int) -> Fraction:
     regions=per_rank,
     rooted=True,
     rounds=lambda size, segments: ceil_log2(size),
-    sent=_sent,
+    sent=_bytes_sent,
 )
 def binomial_tree(rank: int, size: int, root: int = 0) -> Iterator[Round]:
     """Collect the chunks of larger and larger subtrees.

@@ -104,7 +104,7 @@ def verbs() -> tuple[str, ...]:
 
 def algorithms(verb: str) -> tuple[str, ...]:
     """Return the names of the algorithms of one collective. Raises UsageError for an unknown one."""
-    names = tuple(name for known, name in table if known == verb)
+    names = tuple(name for of, name in table if of == verb)
     if not names:
         raise UsageError(f"no collective is called {verb!r}; known are {', '.join(verbs())}{suggest(verb, verbs())}")
     return names
@@ -112,9 +112,9 @@ def algorithms(verb: str) -> tuple[str, ...]:
 
 def find(verb: str, name: str) -> Algorithm:
     """Return one entry of the table. Raises UsageError, with the known names, if there is none."""
-    known = algorithms(verb)
-    if name not in known:
-        raise UsageError(f"{verb} has no algorithm {name!r}; known are {', '.join(known)}{suggest(name, known)}")
+    names = algorithms(verb)
+    if name not in names:
+        raise UsageError(f"{verb} has no algorithm {name!r}; known are {', '.join(names)}{suggest(name, names)}")
     return table[verb, name]
 
 

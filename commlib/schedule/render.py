@@ -63,8 +63,8 @@ def _place(programs: Sequence[Program]) -> tuple[dict[tuple[int, int], list[str]
             cells[tick, step.rank].append(_text(item))
         now[step.rank] = 1 + max((tick for tick, _ in items), default=mine)
 
-    left = replay([program.rounds for program in programs], posted, ended)
-    return cells, {step.rank: [_text(end) for end in step.waits] for step in left}
+    blocked = replay([program.rounds for program in programs], posted, ended)
+    return cells, {step.rank: [_text(end) for end in step.waits] for step in blocked}
 
 
 def _text(item: Copy | Send | Recv) -> str:

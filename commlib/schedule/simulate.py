@@ -117,7 +117,7 @@ class _Simulation:
         self.gamma = gamma
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.order = count()  # among events of the same time, the first scheduled comes first
+        self.order = count()  # among events of the same time, the first scheduled is first
         self.channels: MessageMatcher[_SimulatedMessage] = MessageMatcher()
         self.outgoing = [_Port() for _ in range(size)]
         self.incoming = [_Port() for _ in range(size)]

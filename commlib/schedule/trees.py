@@ -3,7 +3,7 @@
 `reduce_up` and `send_down` assign each of their rounds a tick, the same at both ends of a message, as if all ranks ran
 in lock step: a segment leaves the deepest leaves first and climbs one level per tick; from the root it descends one
 level per tick. `overlay` joins the rounds of one tick. Both ends of every message have the same tick and ticks run in
-order, so no overlay of any number of flows can deadlock, and the transfers of one flow overlap with those of the other.
+order, so no overlay of any number of flows can deadlock, and the transfers of the two flows overlap.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def reduce_up(tree: Tree, segments: Sequence[Span]) -> Iterator[Timed]:
 
 
 def send_down(tree: Tree, segments: Sequence[Span]) -> Iterator[Timed]:
-    """Forward every segment from the root to all; the child with the largest subtree, the last, comes first."""
+    """Forward every segment from the root to all; the child with the largest subtree, the last, is first."""
     for tick, span in enumerate(segments, tree.height + tree.depth):
         if tree.parent is not None:
             yield tick - 1, Round(recvs=(Recv(tree.parent, span),))

@@ -27,9 +27,9 @@ def verify(programs: Sequence[Program]) -> None:
     """Check the programs of all ranks, given in rank order. Raises ScheduleError, which names rank and round."""
     for rank, program in enumerate(programs):
         expected = (rank, len(programs), *_shared(programs[0]))
-        got = (program.rank, program.size, *_shared(program))
-        if got != expected:
-            raise ScheduleError(f"program {rank} of {len(programs)} does not fit the others: {got}, not {expected}")
+        actual = (program.rank, program.size, *_shared(program))
+        if actual != expected:
+            raise ScheduleError(f"program {rank} of {len(programs)} does not fit the others: {actual}, not {expected}")
     _Replay(programs).run()
 
 
@@ -52,13 +52,13 @@ class _Values:
         return len(self.inputs) - 1
 
     def combine(self, left: int, right: int) -> int:
-        known = self._pairs.get((left, right))
-        if known is None:
-            known = self._pairs[left, right] = len(self.inputs)
-            self._parts[known] = left, right
+        pair = self._pairs.get((left, right))
+        if pair is None:
+            pair = self._pairs[left, right] = len(self.inputs)
+            self._parts[pair] = left, right
             self.inputs.append(self.inputs[left] | self.inputs[right])
             self.chunk.append(self.chunk[left])
-        return known
+        return pair
 
     def order(self, value: int) -> str:
         """Write out the order of a sum, such as ((0+1)+2)."""
@@ -70,10 +70,10 @@ class _Values:
 
 @dataclass(frozen=True, slots=True)
 class _Payload:
-    """The values that a step sends, read when it was posted; and the ranks that its rank had heard of by then."""
+    """The values that a step sends, read when it was posted; and the ranks whose signals it includes."""
 
     values: tuple[tuple[int, ...], ...]
-    heard: int
+    signals: int
 
 
 class _Replay:
@@ -90,7 +90,7 @@ class _Replay:
             leaves = {chunk: self.values.leaf(rank, chunk) for chunk in inputs(programs[rank])}
             self.leaves.append(leaves)
             self.memory.append([leaves.get(chunk, NOTHING) for chunk in range(self.edges[-1])])
-        self.heard = [1 << rank for rank in range(self.size)]
+        self.signals = [1 << rank for rank in range(self.size)]
         self.payloads: dict[PostedRound, _Payload] = {}
         self.sums: dict[int, tuple[int, int]] = {}  # by chunk: (the first rank that checked it, its value)
 
@@ -121,9 +121,9 @@ class _Replay:
             source = self._read(step, copy.source, "copies")
             memory[copy.target.start : copy.target.stop] = source
         self._check_round(step, step.round)
-        sent = tuple(self._read(step, send.span, "sends") for send in step.round.sends)
+        contents = tuple(self._read(step, send.span, "sends") for send in step.round.sends)
         if step.round.sends:
-            self.payloads[step] = _Payload(sent, self.heard[step.rank])
+            self.payloads[step] = _Payload(contents, self.signals[step.rank])
 
     def ended(self, step: PostedRound) -> None:
         """Store the received values in memory, in the order of the receives."""
@@ -133,7 +133,7 @@ class _Replay:
             sender, index = origin
             payload = self.payloads[sender]
             arrived = payload.values[index]
-            self.heard[step.rank] |= payload.heard
+            self.signals[step.rank] |= payload.signals
             if len(arrived) != len(recv.span):
                 what = f"receives {len(recv.span)} chunks ({recv.span}) from rank {recv.peer}, whose round "
                 what += f"{sender.index} sends {len(arrived)} ({sender.round.sends[index].span})"
@@ -191,28 +191,28 @@ class _Replay:
 
     def _check_result(self, rank: int) -> None:
         everyone = (1 << self.size) - 1
-        if self.programs[rank].verb == "barrier" and self.heard[rank] != everyone:
-            raise self._final_error(rank, f"it has not heard of {_format_ranks(everyone ^ self.heard[rank])}")
+        if self.programs[rank].verb == "barrier" and self.signals[rank] != everyone:
+            raise self._final_error(rank, f"it has no signal from {_format_ranks(everyone ^ self.signals[rank])}")
         for promise in promises(self.programs[rank]):
-            got = self.memory[rank][promise.chunk]
+            value = self.memory[rank][promise.chunk]
             if promise.owner is None:
-                self._check_sum(rank, promise, got)
-            elif got != self.leaves[promise.owner][promise.source]:
+                self._check_sum(rank, promise, value)
+            elif value != self.leaves[promise.owner][promise.source]:
                 what = f"chunk {promise.chunk} must hold chunk {promise.source} of rank {promise.owner}"
-                raise self._final_error(rank, f"{what}, but holds {self._describe(got)}")
+                raise self._final_error(rank, f"{what}, but holds {self._describe(value)}")
 
-    def _check_sum(self, rank: int, promise: Promise, got: int) -> None:
-        complete = got != NOTHING and self.values.inputs[got] == (1 << (promise.first or self.size)) - 1
-        if not complete or self.values.chunk[got] != promise.source:
-            whom = f"the first {promise.first}" if promise.first else "all"
-            what = f"chunk {promise.chunk} must hold the sum of chunk {promise.source} over {whom} ranks"
-            raise self._final_error(rank, f"{what}, but holds {self._describe(got)}")
+    def _check_sum(self, rank: int, promise: Promise, value: int) -> None:
+        complete = value != NOTHING and self.values.inputs[value] == (1 << (promise.first or self.size)) - 1
+        if not complete or self.values.chunk[value] != promise.source:
+            ranks = f"the first {promise.first}" if promise.first else "all"
+            what = f"chunk {promise.chunk} must hold the sum of chunk {promise.source} over {ranks} ranks"
+            raise self._final_error(rank, f"{what}, but holds {self._describe(value)}")
         if promise.first:
             return
-        first = self.sums.setdefault(promise.chunk, (rank, got))
-        if first[1] != got:
+        first = self.sums.setdefault(promise.chunk, (rank, value))
+        if first[1] != value:
             what = f"chunk {promise.chunk} was summed in another order than on rank {first[0]}"
-            raise self._final_error(rank, f"{what}: {self.values.order(got)}, not {self.values.order(first[1])}")
+            raise self._final_error(rank, f"{what}: {self.values.order(value)}, not {self.values.order(first[1])}")
 
     def _describe(self, value: int) -> str:
         if value == NOTHING:

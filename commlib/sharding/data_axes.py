@@ -18,10 +18,10 @@ loss together. edp and ep, along which experts are replicated and sharded, may b
 def data_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of a mesh over which gradients are averaged. Raises UsageError if the mesh has none."""
     is_part = "dp" in mesh and "dp" not in mesh.axes
-    found = tuple(axis for axis in DATA_AXES if axis in mesh and not (is_part and axis in ("edp", "ep")))
-    if not found:
+    axes = tuple(axis for axis in DATA_AXES if axis in mesh and not (is_part and axis in ("edp", "ep")))
+    if not axes:
         raise UsageError(
             f"mesh= reduces over its axes dp and cp, but {mesh.shape} has neither: add dp, or dp=1 if nothing is to be "
             "reduced"
         )
-    return found
+    return axes

@@ -40,14 +40,14 @@ def find_shard_replicas(
     shards: by names. everyone: all ranks of the world, over which this is collective: one message. Raises UsageError
     on all ranks if some have weights sharded over a mesh, and others do not.
     """
-    given = list(shards)
-    mesh = mesh_of(given, everyone.size)
-    own = "" if not _axes_of(given) else "?" if mesh is None else str(mesh.shape)
-    said: list[Any] = everyone.all_gather_object(own)
-    if len(set(said)) > 1:
-        alike = [rank for rank, text in enumerate(said) if text == said[0]]
+    own_shards = list(shards)
+    mesh = mesh_of(own_shards, everyone.size)
+    own = "" if not _axes_of(own_shards) else "?" if mesh is None else str(mesh.shape)
+    reports: list[Any] = everyone.all_gather_object(own)
+    if len(set(reports)) > 1:
+        alike = [rank for rank, text in enumerate(reports) if text == reports[0]]
         raise UsageError(
-            f"{what}: ranks {alike} have {'weights that are' if said[0] else 'no weights that are'} sharded along an "
+            f"{what}: ranks {alike} have {'weights' if reports[0] else 'no weights'} that are sharded along an "
             "axis of a mesh, but other ranks differ. Pass mesh=mesh or ranks=mesh['dp']"
         )
     if mesh is None:
@@ -58,10 +58,10 @@ def find_shard_replicas(
 
 def mesh_of(shards: Iterable[tuple[str, Shard | None]], size: int) -> Mesh | None:
     """Return the mesh of the sharded weights, if there is exactly one, and it has all ranks of the world."""
-    found = {id(mesh): mesh for comm in _axes_of(shards) for mesh in [comm.kept.get("mesh")]}
-    if len(found) != 1:
+    meshes = {id(mesh): mesh for comm in _axes_of(shards) for mesh in [comm.kept.get("mesh")]}
+    if len(meshes) != 1:
         return None
-    (mesh,) = found.values()
+    (mesh,) = meshes.values()
     return mesh if isinstance(mesh, Mesh) and mesh.comm.size == size else None
 
 
@@ -95,5 +95,5 @@ def _alone(mesh: Mesh) -> Communicator:
     """Return a group of this rank only. Collective over the mesh at the first call."""
     if _ALONE not in mesh.kept:
         (mesh.kept[_ALONE],) = mesh.comm.split_all([(mesh.comm.rank, 0, f"{mesh.comm.name}.alone")])
-    found: Communicator = mesh.kept[_ALONE]
-    return found
+    comm: Communicator = mesh.kept[_ALONE]
+    return comm

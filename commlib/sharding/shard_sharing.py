@@ -14,7 +14,7 @@ Sharers = tuple[tuple[int, ParallelAxis | None], ...]
 def sharers_of(axis: ParallelAxis, sharding: Sharding) -> Sharers:
     """Return the ranks that share each piece of a weight with this rank; () if there are none. Collective."""
     alike = groupby(sharding.sharing(axis.rank, axis.size), key=lambda part: part[0])  # K and V have one reduction
-    found = [(copies, sum(last - first for _, first, last in parts)) for copies, parts in alike]
-    if found[0][0] == 1 and len(found) == 1:
+    totals = [(copies, sum(last - first for _, first, last in parts)) for copies, parts in alike]
+    if totals[0][0] == 1 and len(totals) == 1:
         return ()
-    return tuple((length, axis.sharers(copies) if copies > 1 else None) for copies, length in found)
+    return tuple((length, axis.sharers(copies) if copies > 1 else None) for copies, length in totals)

@@ -77,13 +77,13 @@ class Sharding:
 
     def spans(self, rank: int, size: int) -> tuple[tuple[int, int], ...]:
         """Return the spans of the pieces of one of `size` ranks along the dimension, one for each part."""
-        found, start = [], 0
+        result, start = [], 0
         for (part, count), copies in zip(self._parts(), self.copies_of_parts(size), strict=True):
             units = count or part
             first, last = even(units, size // copies).slice_of(rank // copies)
-            found.append((start + first * part // units, start + last * part // units))
+            result.append((start + first * part // units, start + last * part // units))
             start += part
-        return tuple(found)
+        return tuple(result)
 
     def length(self, rank: int, size: int) -> int:
         """Return the length of the dimension on one of `size` ranks."""
@@ -99,14 +99,14 @@ class Sharding:
 
     def pieces(self, size: int) -> list[tuple[int, int, int, int]]:
         """Return (rank, first and last in its shard, first in the full array) of all pieces, in its order."""
-        found = []
+        result = []
         for rank in range(size):
             for (copies, first, last), (start, stop) in zip(
                 self.sharing(rank, size), self.spans(rank, size), strict=True
             ):
                 if start < stop and rank % copies == 0:
-                    found.append((rank, first, last, start))
-        return sorted(found, key=lambda piece: piece[3])
+                    result.append((rank, first, last, start))
+        return sorted(result, key=lambda piece: piece[3])
 
     def check(self, what: str, size: int) -> None:
         """Raise UsageError unless each of `size` ranks gets at least one unit."""
@@ -150,11 +150,11 @@ class ScatteredRows:
     def pieces(self, size: int) -> list[tuple[int, int, int, int]]:
         """Return (rank, first and last in its shard, first in the full array) of all pieces, in its order."""
         seen = [0] * size
-        found = []
+        result = []
         for row, owner in enumerate(self.owners):
-            found.append((owner, seen[owner], seen[owner] + 1, row))
+            result.append((owner, seen[owner], seen[owner] + 1, row))
             seen[owner] += 1
-        return found
+        return result
 
     def check(self, what: str, size: int) -> None:
         """Raise UsageError unless each rank gets at least one row."""
@@ -186,9 +186,9 @@ class NestedSharding:
 
     def local(self, rank: int, size: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard."""
-        kept = list(self.outer.local(rank // self.ranks, size // self.ranks))
-        kept[self.inner.dim] = self.inner.length(rank % self.ranks, self.ranks)
-        return tuple(kept)
+        parts = list(self.outer.local(rank // self.ranks, size // self.ranks))
+        parts[self.inner.dim] = self.inner.length(rank % self.ranks, self.ranks)
+        return tuple(parts)
 
     def lengths(self, size: int) -> tuple[int, ...]:
         """Return the length of the outer dimension on each rank."""

@@ -83,7 +83,7 @@ def group_local_shards(shards: Iterable[tuple[str, Shard | None]]) -> dict[str, 
 
     Raises UsageError if ranks have shards of different sizes, which would not fit the same buckets.
     """
-    found: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     for name, shard in shards:
         if shard is None or not shard.is_local:
             continue
@@ -93,8 +93,8 @@ def group_local_shards(shards: Iterable[tuple[str, Shard | None]]) -> dict[str, 
                 f"{name}: ranks have {list(lengths)} of {shard.sharding.shape[0]} experts, but training needs equally "
                 f"many on each rank. Use a multiple of {shard.axis.size} experts"
             )
-        found[shard.reduced_over] = SingleRank() if shard.replicas is None else shard.replicas
-    return found
+        groups[shard.reduced_over] = SingleRank() if shard.replicas is None else shard.replicas
+    return groups
 
 
 def check_same_shard(
@@ -117,7 +117,7 @@ def check_same_shard(
 
 
 def others_of(shard: Shard, ranks: Sequence[int]) -> list[int]:
-    """Return those of `ranks`, ranks of the world, that hold other shards than this one."""
+    """Return the ranks among `ranks`, ranks of the world, that hold other shards than this one."""
     own = world_ranks(shard.axis.comm)
     return [rank for rank in own if rank in ranks and rank != own[shard.axis.rank]]
 

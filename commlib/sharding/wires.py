@@ -22,7 +22,7 @@ _HEADER = 16
 
 
 class Wire(Protocol):
-    """The verbs that moves need, on contiguous arrays. All ranks know all lengths, so none are exchanged."""
+    """The verbs that moves need, on contiguous arrays. All ranks have all lengths, so none are exchanged."""
 
     is_plain: bool
     """Whether arrays are sent without a codec."""
@@ -48,23 +48,23 @@ class PlainWire:
 
     def all_reduce(self, x: Array, *, out: Array) -> Array:
         """Add the arrays of all ranks."""
-        found: Array = self._comm.all_reduce(x, out=out)
-        return found
+        result: Array = self._comm.all_reduce(x, out=out)
+        return result
 
     def all_gather(self, x: Array, *, out: Array | None = None) -> Array:
         """Join arrays of equal shapes along dimension 0."""
-        found: Array = self._comm.all_gather(x, out=out)
-        return found
+        result: Array = self._comm.all_gather(x, out=out)
+        return result
 
     def all_gather_v(self, x: Array, lengths: Sequence[int]) -> Array:
         """Join arrays of these lengths along dimension 0."""
-        found: Array = self._comm.all_gather_v(x)
-        if found.shape[0] != sum(lengths):
+        result: Array = self._comm.all_gather_v(x)
+        if result.shape[0] != sum(lengths):
             raise MismatchError(
-                f"{self._comm.name}: all_gather: {found.shape[0]} rows arrived, but rank {self._comm.rank} "
+                f"{self._comm.name}: all_gather: {result.shape[0]} rows arrived, but rank {self._comm.rank} "
                 f"expected {list(lengths)}"
             )
-        return found
+        return result
 
     def reduce_scatter_v(self, x: Array, lengths: Sequence[int], *, out: Array) -> Array:
         """Add the arrays of all ranks; keep this rank's rows of the sum."""
@@ -76,9 +76,9 @@ class PlainWire:
 
     def all_to_all_v(self, x: Array, splits: Sequence[int], takes: Sequence[int]) -> Array:
         """Send each rank its elements of a 1-D array; return the elements received."""
-        found: Array
-        found, _ = self._comm.all_to_all_v(x, splits, takes=takes)
-        return found
+        result: Array
+        result, _ = self._comm.all_to_all_v(x, splits, takes=takes)
+        return result
 
 
 class EncodedWire:
@@ -107,18 +107,18 @@ class EncodedWire:
 
     def all_gather(self, x: Array, *, out: Array | None = None) -> Array:
         """Join arrays of equal shapes along dimension 0."""
-        found = self.all_gather_v(x, [len(x)] * self._comm.size)
+        result = self.all_gather_v(x, [len(x)] * self._comm.size)
         if out is None:
-            return found
-        out[...] = found
+            return result
+        out[...] = result
         return out
 
     def all_gather_v(self, x: Array, lengths: Sequence[int]) -> Array:
         """Join arrays of these lengths along dimension 0."""
         row = math.prod(x.shape[1:])
         lines = self._lines("all_gather", x, (tuple(lengths), *x.shape[1:]))
-        found = self._gather(x, [length * row for length in lengths], lines)
-        return found.reshape(sum(lengths), *x.shape[1:])
+        result = self._gather(x, [length * row for length in lengths], lines)
+        return result.reshape(sum(lengths), *x.shape[1:])
 
     def reduce_scatter_v(self, x: Array, lengths: Sequence[int], *, out: Array) -> Array:
         """Add the arrays of all ranks; keep this rank's rows of the sum."""
@@ -149,21 +149,21 @@ class EncodedWire:
         cuts = uneven(splits)
         parts = [x[slice(*cuts.slice_of(peer))] for peer in range(self._comm.size)]
         payloads = [self._encode(part, lines) for part in parts]
-        came, _ = self._comm.all_to_all_v(np.concatenate(payloads), [len(payload) for payload in payloads])
-        return self._decode(came, takes, np.float32, lines)
+        received, _ = self._comm.all_to_all_v(np.concatenate(payloads), [len(payload) for payload in payloads])
+        return self._decode(received, takes, np.float32, lines)
 
     def _encode(self, x: Array, lines: list[str]) -> Array:
         payload = encode(self._codec, x)
         return np.concatenate([np.array([digest_of(lines), len(payload)], np.int64).view(np.uint8), payload])
 
-    def _decode(self, came: Array, counts: Sequence[int], dtype: Any, lines: list[str]) -> Array:
+    def _decode(self, received: Array, counts: Sequence[int], dtype: Any, lines: list[str]) -> Array:
         """Return the values that payloads decode to. Every rank sees all headers, so all raise if one differs."""
         payloads, digests = list[Array](), set[int]()
-        while len(came):
-            digest, length = came[:_HEADER].copy().view(np.int64).tolist()
+        while len(received):
+            digest, length = received[:_HEADER].copy().view(np.int64).tolist()
             digests.add(digest)
-            payloads.append(came[_HEADER : _HEADER + length])
-            came = came[_HEADER + length :]
+            payloads.append(received[_HEADER : _HEADER + length])
+            received = received[_HEADER + length :]
         if len(digests) > 1:
             check_agreement(self._comm, f"{self._comm.name}: {lines[0]}", lines)
         needed = [self._codec.payload_bytes(count) for count in counts]
@@ -173,8 +173,8 @@ class EncodedWire:
                 f"{self._comm.name}: {lines[0]}: ranks 0, 1, ... sent {sizes} bytes to rank {self._comm.rank}, which "
                 f"expected {needed}: their shapes differ"
             )
-        found, start = np.empty(sum(counts), dtype), 0
+        result, start = np.empty(sum(counts), dtype), 0
         for count, payload in zip(counts, payloads, strict=True):
-            decode(self._codec, payload, found[start : start + count])
+            decode(self._codec, payload, result[start : start + count])
             start += count
-        return found
+        return result

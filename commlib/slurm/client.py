@@ -16,7 +16,7 @@ SECONDS = 60.0  # for one command; a loaded controller is slow
 
 
 class SlurmError(CommlibError):
-    """Slurm refused a job, does not know it, or is not installed."""
+    """Slurm refused a job, has no record of it, or is not installed."""
 
 
 class UnreachableError(SlurmError):
@@ -38,7 +38,7 @@ def query_job(job: str) -> list[JobTask]:
     """Return the state of a job: one task, or the tasks of its array.
 
     The controller forgets a job some minutes after its end, so the database is queried next, if there is one. Raises
-    SlurmError if neither knows the job, UnreachableError if the controller does not answer.
+    SlurmError if neither has the job, UnreachableError if the controller does not answer.
     """
     done = _run(["scontrol", "--oneliner", "show", "job", job])
     if done.returncode == 0:
@@ -78,20 +78,20 @@ def _message(text: str) -> str:
 FIRST, LONGEST, GROWTH = 0.5, 10.0, 1.3
 """Seconds between two polls, and their growth: sites dislike frequent ones. A controller keeps jobs for minutes."""
 SURE = 10.0  # seconds for which Slurm must give a reason that keeps a job from starting: it may be an old one
-PATIENCE = 900.0  # seconds without an answer before it gives up: a controller may be restarted meanwhile
+PATIENCE = 900.0  # seconds without an answer before an error: a controller may be restarted meanwhile
 
 
 def wait_for_job(
     job: str,
-    tell: Callable[[str, str], None],
+    report: Callable[[str, str], None],
     *,
     look: Callable[[str], list[JobTask]] = query_job,
     has_others: Callable[[str], bool] = has_other_jobs,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[JobTask]:
-    """Return the tasks of a job when all have ended. tell: called at each poll, with the state and the run time.
+    """Return the tasks of a job when all have ended. report: called at each poll, with the state and the run time.
 
-    A requeued job has not ended. Raises SlurmError if Slurm does not know the job, or if it cannot start, by a reason
+    A requeued job has not ended. Raises SlurmError if Slurm has no such job, or if it cannot start, by a reason
     that Slurm has given for 10 s, with what to do; UnreachableError if Slurm has not answered for 900 s.
     """
     pause, silent, stuck = FIRST, 0.0, 0.0
@@ -101,7 +101,7 @@ def wait_for_job(
         except UnreachableError as error:
             if silent >= PATIENCE:
                 raise
-            tell(f"no answer: {error}", "")
+            report(f"no answer: {error}", "")
             silent += pause
         else:
             silent = 0.0
@@ -111,7 +111,7 @@ def wait_for_job(
             if why is not None and stuck >= SURE:
                 raise SlurmError(why)
             stuck = 0.0 if why is None else stuck + pause
-            tell(summary(tasks), elapsed(tasks))
+            report(summary(tasks), elapsed(tasks))
         sleep(pause)
         pause = min(LONGEST, pause * GROWTH)
 

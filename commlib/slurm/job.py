@@ -22,7 +22,7 @@ RUNTIMES = ("apptainer", "singularity", "pyxis")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A requested job. Names are those of sbatch's options if it has one; None leaves the choice to the site.
+    """A requested job. Names are sbatch's options if it has one; None leaves the choice to the site.
 
     Call `check` after constructing one.
     """
@@ -151,7 +151,7 @@ def _wrong_lines(line: str) -> Iterator[str]:
     if option is None:
         yield f"sbatch {line!r}: expected an option of sbatch, such as --mail-type=END"
         return
-    known = {option_name(item.name) for item in fields(Job)} - {
+    options = {option_name(item.name) for item in fields(Job)} - {
         "command",
         "mpi",
         "sbatch",
@@ -160,5 +160,5 @@ def _wrong_lines(line: str) -> Iterator[str]:
         "env",
         "setup",
     }
-    if option[1] in known:
+    if option[1] in options:
         yield f"sbatch {line!r}: commlib slurm has this option itself; use {option[1]} instead"

@@ -11,7 +11,7 @@ from commlib.slurm.states import JobTask
 
 @dataclass(frozen=True, slots=True)
 class PendingRule:
-    """A reason, or the pattern of several, that time alone does not end. Reasons are those of squeue's manual.
+    """A reason, or the pattern of several, that time alone does not end. Reasons are listed in squeue's manual.
 
     why: what is wrong. remedy: what to do; {job} is the number of the job. is_of_user: a limit on this user's jobs,
     which ends with them: the job never starts only if no other job of the user is left.
@@ -29,17 +29,17 @@ _LIMITS = "`sacctmgr show assoc,qos` lists the limits"
 RULES = (
     PendingRule(
         "PartitionNodeLimit",
-        "it asks for more nodes, or fewer, than a job in the partition may have",
+        "it requests more nodes, or fewer, than a job in the partition may have",
         _AGAIN + " with another --nodes or --partition; `scontrol show partition` lists the limits",
     ),
     PendingRule(
         "PartitionTimeLimit",
-        "it asks for more time than the partition allows",
+        "it requests more time than the partition allows",
         _AGAIN + " with less --time, or another --partition; `scontrol show partition` lists the limits",
     ),
     PendingRule(
         "BadConstraints",
-        "no nodes have what it asks for: features, memory, cores or GPUs",
+        "no nodes have the requested features, memory, cores or GPUs",
         _AGAIN
         + " with another --constraint, --mem, --cpus-per-task or --gpus-per-node; `sinfo -N -o '%N %c %m %f %G'` "
         "lists what nodes have",
@@ -99,16 +99,16 @@ def find_rule(task: JobTask) -> PendingRule | None:
 def never_starts(job: str, tasks: Sequence[JobTask], *, has_others: bool) -> str | None:
     """Return why a job will never end by itself, and what to do; None if it may.
 
-    has_others: whether other jobs of the user are active. A job with a task that may still run is not given up.
+    has_others: whether other jobs of the user are active. A job with a task that may still run is not reported.
     """
-    left = [task for task in tasks if not task.ended]
-    rules = [find_rule(task) for task in left]
-    if not left or any(rule is None or (rule.is_of_user and has_others) for rule in rules):
+    unfinished = [task for task in tasks if not task.ended]
+    rules = [find_rule(task) for task in unfinished]
+    if not unfinished or any(rule is None or (rule.is_of_user and has_others) for rule in rules):
         return None
-    task, rule = left[0], rules[0]
+    task, rule = unfinished[0], rules[0]
     assert rule is not None
     state = f"{task.state} ({task.reason})" if task.reason else task.state
-    tasks_text = f" ({len(left)} of its tasks)" if len(tasks) > 1 else ""
+    tasks_text = f" ({len(unfinished)} of its tasks)" if len(tasks) > 1 else ""
     return (
         f"job {job}{tasks_text} will not start: {state}: {rule.why}. It stays in the queue. "
         f"{rule.remedy[0].upper()}{rule.remedy[1:]}"

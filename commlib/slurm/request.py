@@ -16,12 +16,12 @@ _TO_A_FILE = ("sweep", "step")  # benchmarks that append to a file: the next job
 NONE = "none"  # as a virtual environment: activate none
 
 
-def job(kind: str, given: Mapping[str, Any], folder: Path) -> Job:
+def job(kind: str, options: Mapping[str, Any], folder: Path) -> Job:
     """Return the job of these values, by field of Job. kind: "run", or "bench", whose command is a benchmark.
 
     folder: for its output and results. Raises UsageError for missing or invalid values.
     """
-    values = {"command": (), **given}
+    values = {"command": (), **options}
     if "%" in str(folder):
         raise UsageError(f"folder {folder}: expected a path without %, which Slurm replaces")
     is_array = values.get("array") is not None
@@ -61,19 +61,19 @@ def _bench(arguments: tuple[str, ...], folder: Path, *, is_array: bool) -> tuple
 
 def pairs(texts: Iterable[str]) -> dict[str, str]:
     """Return the variables in texts such as NAME=VALUE. Raises UsageError."""
-    found = {}
+    result = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"env {text!r}: expected NAME=VALUE")
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def default_venv() -> str | None:
     """Return the folder of this Python's virtual environment, or None if there is none that can be activated."""
-    found = sys.prefix != sys.base_prefix and (Path(sys.prefix) / "bin/activate").exists()
-    return sys.prefix if found else None
+    is_venv = sys.prefix != sys.base_prefix and (Path(sys.prefix) / "bin/activate").exists()
+    return sys.prefix if is_venv else None
 
 
 def default_mpi() -> str:

@@ -32,9 +32,9 @@ def facts(folder: Path, job: str, tasks: Sequence[JobTask]) -> dict[str, Any]:
     }
 
 
-def keep(folder: Path, found: dict[str, Any]) -> None:
+def keep(folder: Path, results: dict[str, Any]) -> None:
     """Write the result of `facts` to JOB.json in the folder. Raises OSError on failure."""
-    (folder / f"{found['job']}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / f"{results['job']}.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 def tail(path: Path, lines: int) -> list[str]:

@@ -29,16 +29,16 @@ def script(job: Job, writer: str = "commlib slurm run") -> str:
 
 
 def _options(job: Job) -> list[str]:
-    given = [f"--job-name={job.job_name}", f"--output={_quoted(job.output)}"]
-    given += [f"--{option_name(name)}={value}" for name in _PLAIN if (value := getattr(job, name)) is not None]
+    lines = [f"--job-name={job.job_name}", f"--output={_quoted(job.output)}"]
+    lines += [f"--{option_name(name)}={value}" for name in _PLAIN if (value := getattr(job, name)) is not None]
     if job.exclusive:
-        given.append("--exclusive")
+        lines.append("--exclusive")
     if job.signal is not None:
-        given.append(f"--signal=B:{job.signal}")
+        lines.append(f"--signal=B:{job.signal}")
     if job.requeue is not None:
         # Without append, the output of the previous run is lost.
-        given += ["--requeue", "--open-mode=append"] if job.requeue else ["--no-requeue"]
-    return [f"#SBATCH {option}" for option in (*given, *job.sbatch)]
+        lines += ["--requeue", "--open-mode=append"] if job.requeue else ["--no-requeue"]
+    return [f"#SBATCH {option}" for option in (*lines, *job.sbatch)]
 
 
 def _quoted(path: str) -> str:

@@ -52,8 +52,8 @@ def from_controller(text: str) -> list[JobTask]:
 
 def _from_line(line: str) -> JobTask:
     def value(key: str, default: str = "") -> str:
-        found = re.search(rf"(?:^| ){key}=(\S*)", line)
-        return default if found is None or found[1] in ("(null)", "None", "N/A") else found[1]
+        match = re.search(rf"(?:^| ){key}=(\S*)", line)
+        return default if match is None or match[1] in ("(null)", "None", "N/A") else match[1]
 
     code, _, signal = value("ExitCode", "0:0").partition(":")
     number = value("ArrayTaskId")

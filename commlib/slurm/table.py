@@ -46,17 +46,17 @@ def read(path: Path) -> dict[str, Any]:
 
 def parse_document(document: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values of a document, by field of Job. where: its name in errors. Raises UsageError."""
-    known = {item.name: str(item.type).removesuffix(" | None") for item in fields(Job) if item.name != "output"}
+    types = {item.name: str(item.type).removesuffix(" | None") for item in fields(Job) if item.name != "output"}
     values = {}
     for key, value in document.items():
         name = key.replace("-", "_")
-        if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {option_name(near)}?" if near else f"expected {', '.join(map(option_name, known))}"
+        if name not in types:
+            near = nearest(name, types)
+            hint = f"did you mean {option_name(near)}?" if near else f"expected {', '.join(map(option_name, types))}"
             raise UsageError(f"{where}: unknown key {key!r}: {hint}")
         if name in values:
             raise UsageError(f"{where}: {option_name(name)} is given twice, with - and with _")
-        values[name] = _checked(name, known[name], value, f"{where}: {key} = {value!r}")
+        values[name] = _checked(name, types[name], value, f"{where}: {key} = {value!r}")
     return values
 
 

@@ -1,1 +1,1 @@
-"""Snapshots: what a model holds before a call, put back after it, and warnings of what cannot be put back."""
+"""Snapshots: save a model's state before a call, restore it afterwards, and warn of state that cannot be restored."""

@@ -34,16 +34,16 @@ def own_method(value: Any, name: str) -> Callable[..., Any]:
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
     """Return the names and values of an object's own attributes, including those in slots."""
     kind: Any = type(value)
-    found: list[tuple[str, Any]] = []
+    attributes: list[tuple[str, Any]] = []
     if kind.__dictoffset__:
         with suppress(AttributeError):  # some types not written in Python hide it
-            found += object.__getattribute__(value, "__dict__").items()
+            attributes += object.__getattribute__(value, "__dict__").items()
     for name, member in _slots_of(kind):
         try:
-            found.append((name, member.__get__(value, kind)))
+            attributes.append((name, member.__get__(value, kind)))
         except AttributeError:  # the slot is empty
             continue
-    return found
+    return attributes
 
 
 def may_have_attributes(kind: Any) -> bool:
@@ -68,8 +68,8 @@ def content_of(cell: CellType) -> Any:
 
 @functools.lru_cache(1000)
 def _slots_of(kind: Any) -> tuple[tuple[str, MemberDescriptorType], ...]:
-    found = (one for base in kind.__mro__ for one in vars(base).items())
-    return tuple((name, member) for name, member in found if type(member) is MemberDescriptorType)
+    members = (one for base in kind.__mro__ for one in vars(base).items())
+    return tuple((name, member) for name, member in members if type(member) is MemberDescriptorType)
 
 
 _KINDS = (OrderedDict, dict, list, tuple, deque, set, frozenset)

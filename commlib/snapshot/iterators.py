@@ -49,15 +49,15 @@ def _position(value: Any) -> tuple[list[Any], list[Any]]:
     return ([repr(value)], []) if type(value) is itertools.count else ([], [value])
 
 
-def iterators_in(given: Any) -> set[int]:
+def iterators_in(root: Any) -> set[int]:
     """Return the ids of built-in iterators among arguments, and in the contents of these."""
-    waiting, seen, found = deque([given]), set[int](), set[int]()
+    waiting, seen, result = deque([root]), set[int](), set[int]()
     while waiting and len(seen) < _MOST:
         value = waiting.popleft()
         if id(value) in seen or issubclass(type(value), _DEFINED):
             continue
         seen.add(id(value))
         if issubclass(type(value), ITERATORS):
-            found.add(id(value))
+            result.add(id(value))
         waiting += gc.get_referents(value)
-    return found
+    return result

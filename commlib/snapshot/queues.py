@@ -1,4 +1,4 @@
-"""Queues in a snapshot: undo the puts and gets of this thread, and leave those of other threads."""
+"""Queues in a snapshot: undo the puts and gets of this thread, but not of other threads."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from commlib.snapshot.reachable_code import runs_elsewhere
 
 
 def snapshot_queue(value: Any) -> ObjectSnapshot:
-    """Snapshot a queue: restore undoes the puts and gets of this thread, and leaves those of other threads."""
+    """Snapshot a queue: restore undoes the puts and gets of this thread, but not of other threads."""
     here, own, before = threading.get_ident(), vars(value), dict(vars(value))
     put, get = value._put, value._get
-    came: list[Any] = []
+    arrived: list[Any] = []
     went: list[Any] = []
 
     def noted_put(item: Any) -> None:
         put(item)
         if threading.get_ident() == here:
-            came.append(item)
+            arrived.append(item)
 
     def noted_get() -> Any:
         item = get()
-        if threading.get_ident() == here and not _remove(came, item):
+        if threading.get_ident() == here and not _remove(arrived, item):
             went.append(item)
         return item
 
@@ -33,7 +33,7 @@ def snapshot_queue(value: Any) -> ObjectSnapshot:
         with value.mutex:
             for name in ("_put", "_get"):
                 own.pop(name) if name not in before else own.__setitem__(name, before[name])
-            value.unfinished_tasks -= sum(_remove(value.queue, item) for item in came)
+            value.unfinished_tasks -= sum(_remove(value.queue, item) for item in arrived)
             waiting = [get() for _ in range(value._qsize())] if went else []
             every = [*went, *waiting]
             for item in reversed(every) if isinstance(value, LifoQueue) else every:
@@ -71,8 +71,8 @@ def snapshot_simple_queue(value: Any) -> ObjectSnapshot:
 
 
 def _empty(value: Any) -> list[Any]:
-    found = []
+    items = []
     with suppress(Empty):
         while True:
-            found.append(value.get_nowait())
-    return found
+            items.append(value.get_nowait())
+    return items

@@ -14,7 +14,7 @@ NOT_ENTERED = frozenset((
     "commlib", "commlib_torch", "commlib_tensorflow", "torch", "tensorflow", "keras", "numpy", "mpi4py",
     "pytest", "_pytest",
 ))  # fmt: skip
-"""Packages whose objects are skipped, except those of known kinds. pytest's are behind each assert."""
+"""Packages whose objects are skipped, except objects of known kinds. pytest's are behind each assert."""
 _SEES_ALL = frozenset(("globals", "eval", "exec"))
 """Names with which a function may change any variable of its module."""
 _IMPORT = dis.opmap["IMPORT_NAME"]
@@ -81,8 +81,8 @@ def runs_elsewhere() -> bool:
 
 def variables_of(module: ModuleType) -> dict[str, Any]:
     """Return the variables of a module, without running a `__getattribute__` of its class."""
-    found: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
-    return found
+    variables: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
+    return variables
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -116,13 +116,13 @@ def _imports(code: CodeType) -> set[str]:
 
 def functions_of(attributes: Mapping[str, Any]) -> list[tuple[str, FunctionType]]:
     """Return the functions of a class by attribute, including those wrapped in properties, decorators and the like."""
-    found = []
+    functions = []
     for name, value in attributes.items():
         waiting = [value]
         while waiting:
             one = waiting.pop()
             if type(one) is FunctionType:
-                found.append((name, one))
+                functions.append((name, one))
             elif issubclass(type(one), _DESCRIPTORS):
                 waiting += [inner for part in _FUNCTIONS if (inner := getattr(one, part, None)) is not None]
-    return found
+    return functions

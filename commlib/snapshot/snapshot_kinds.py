@@ -42,10 +42,10 @@ def snapshots_for(kind: type) -> list[Callable[[Any], ObjectSnapshot]]:
     """Return the snapshot functions for a class: for the contents of its objects, and for their attributes."""
     if issubclass(kind, Queue):
         return [snapshot_queue]
-    found = [next((how for known, how in _CONTENTS if issubclass(kind, known)), None)]
+    matches = [next((how for base, how in _CONTENTS if issubclass(kind, base)), None)]
     if kind is not FunctionType and (is_users_kind(kind) or issubclass(kind, _WITH_ATTRIBUTES) or _is_mock(kind)):
-        found.append(snapshot_attributes)
-    return [how for how in found if how is not None]
+        matches.append(snapshot_attributes)
+    return [how for how in matches if how is not None]
 
 
 def snapshot_attributes(value: Any) -> ObjectSnapshot:
@@ -64,16 +64,16 @@ def snapshot_dict(value: Any) -> ObjectSnapshot:
         return ObjectSnapshot()
     if not isinstance(own, dict):
         return ObjectSnapshot()
-    held, kind = _dict(own), type(value)
+    entries, kind = _dict(own), type(value)
 
     def restore() -> object:
         if type(value) is not kind:
             object.__setattr__(value, "__class__", kind)
         if object.__getattribute__(value, "__dict__") is not own:
             object.__setattr__(value, "__dict__", own)
-        return restore_all((held.restore,))
+        return restore_all((entries.restore,))
 
-    return ObjectSnapshot(restore, held.inside)
+    return ObjectSnapshot(restore, entries.inside)
 
 
 def snapshot_class(kind: Any) -> ObjectSnapshot:
@@ -266,17 +266,17 @@ def _cell_contents(cell: CellType) -> Any:
 def _cached_function(function: Any) -> ObjectSnapshot:
     """Snapshot a function with a cache: entries that a probe adds are removed, since its effects are undone."""
     before = function.cache_info()
-    known = _entries(function)
-    keys = None if known is None else list(known)
+    entries = _entries(function)
+    keys = None if entries is None else list(entries)
 
     def restore() -> None:
         if function.cache_info().misses == before.misses:
             return
-        if known is None or not keys:
+        if entries is None or not keys:
             function.cache_clear()
             return
-        for key in list(known)[len(keys) :]:
-            del known[key]
+        for key in list(entries)[len(keys) :]:
+            del entries[key]
 
     return ObjectSnapshot(restore, snapshot_dict(function).inside)
 
@@ -286,8 +286,8 @@ def _entries(function: Any) -> dict[Any, Any] | None:
     if function.cache_parameters()["maxsize"] is not None:
         return None
     own = getattr(function, "__dict__", None)
-    found = [one for one in gc.get_referents(function) if type(one) is dict and one is not own]
-    return found[0] if len(found) == 1 else None
+    dicts = [one for one in gc.get_referents(function) if type(one) is dict and one is not own]
+    return dicts[0] if len(dicts) == 1 else None
 
 
 def _context_variable(variable: ContextVar[Any]) -> ObjectSnapshot:

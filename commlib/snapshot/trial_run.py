@@ -42,19 +42,19 @@ _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 @contextmanager
-def run_trial(roots: Iterable[Any], hold: Callable[[Any], ObjectSnapshot | None], given: Any = ()) -> Iterator[None]:
+def run_trial(roots: Iterable[Any], hold: Callable[[Any], ObjectSnapshot | None], extra: Any = ()) -> Iterator[None]:
     """Restore everything reachable from `roots`, in place, and the random numbers of Python and numpy.
 
     That is: lists, dicts, sets, arrays, attributes of objects, of their classes and of functions, generators of random
     numbers, closures of functions, and the objects that functions name: variables of their module and of others,
     classes and their attributes, and so on. hold: takes a snapshot of a framework's objects; None for all others.
-    given: the arguments of the model. Warns of changes that cannot be restored; a consumed iterator in `given` is a
+    extra: the arguments of the model. Warns of changes that cannot be restored; a consumed iterator in `extra` is a
     UsageError.
     """
     seen = _ReachableObjects(hold)
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        seen.look(given, "a call's arguments keep")
+        seen.look(extra, "a call's arguments keep")
         for root in roots:
             seen.look(root, "the model keeps")
         seen.note_variables()
@@ -63,7 +63,7 @@ def run_trial(roots: Iterable[Any], hold: Callable[[Any], ObjectSnapshot | None]
         changed = seen.put_back()
         random.setstate(python)
         np.random.set_state(numpy)
-        used = changed.keys() & iterators_in(given) if changed else set()
+        used = changed.keys() & iterators_in(extra) if changed else set()
         for what in dict.fromkeys(what for key, what in changed.items() if key not in used):
             _warn(f"a trial run of the model has changed {what}, which cannot be restored: later calls see the change")
     if used:
@@ -87,7 +87,7 @@ def _snapshot(how: Callable[[Any], ObjectSnapshot], value: Any) -> ObjectSnapsho
 class _ReachableObjects:
     def __init__(self, hold: Callable[[Any], ObjectSnapshot | None]) -> None:
         self._hold = hold
-        self._known: dict[int, Any] = {}
+        self._snapshots: dict[int, Any] = {}
         self._references: dict[int, list[Any]] = {}
         """The objects directly reachable from each object."""
         self._ways: dict[type, list[Callable[[Any], ObjectSnapshot]]] = {}
@@ -111,8 +111,8 @@ class _ReachableObjects:
                 _warn(f"{keeps} more than {MOST} objects: a trial run does not restore the farthest ones")
                 break
             reached.add(id(value))
-            if id(value) not in self._known:
-                self._known[id(value)], self._references[id(value)] = value, self._inside(value)
+            if id(value) not in self._snapshots:
+                self._snapshots[id(value)], self._references[id(value)] = value, self._inside(value)
             for one in self._references[id(value)]:
                 (code if issubclass(type(one), _CODE) else data).append(one)
 
@@ -123,7 +123,7 @@ class _ReachableObjects:
             try:
                 what = restore()
             except Exception as error:
-                what = f"a {type(self._known.get(key)).__name__}, whose restore fails ({error})"
+                what = f"a {type(self._snapshots.get(key)).__name__}, whose restore fails ({error})"
             if isinstance(what, str):
                 changed[key] = what
         return changed
@@ -140,8 +140,8 @@ class _ReachableObjects:
             return self._module(value) if is_users_module(value) else []
         if issubclass(kind, type):
             return self._class(value)
-        known = self._hold(value)
-        inside = [kind, *self._keep_restore(value, known)] if known is not None else self._object(value)
+        snapshot = self._hold(value)
+        inside = [kind, *self._keep_restore(value, snapshot)] if snapshot is not None else self._object(value)
         return inside + self._function(value) if kind is FunctionType and is_users_kind(value) else inside
 
     def _object(self, value: Any) -> list[Any]:
@@ -150,13 +150,13 @@ class _ReachableObjects:
             self._ways[kind] = snapshots_for(kind)
         return [kind, *(one for how in self._ways[kind] for one in self._keep_restore(value, _snapshot(how, value)))]
 
-    def _keep_restore(self, value: Any, held: ObjectSnapshot) -> Iterable[Any]:
-        if held.restore is not None:
-            self._restores.append((id(value), held.restore))
-        return held.inside
+    def _keep_restore(self, value: Any, snapshot: ObjectSnapshot) -> Iterable[Any]:
+        if snapshot.restore is not None:
+            self._restores.append((id(value), snapshot.restore))
+        return snapshot.inside
 
     def _class(self, kind: Any) -> list[Any]:
-        """Snapshot a class. Methods of users' classes may be called by computed names; those of libraries may not.
+        """Snapshot a class. Methods of users' classes may be called by computed names; methods of libraries may not.
 
         Methods with names in underscores are called by Python itself.
         """
@@ -180,11 +180,11 @@ class _ReachableObjects:
         """Snapshot the variables that a function names; return them, and the methods that it may call by name."""
         own, names = function.__globals__, names_in(function.__code__)
         named = set(own) if sees_all(names) else names
-        _, known = self._tables.setdefault(id(own), (own, set()))
-        if known is not self._names:
-            known |= named
-        found = [*(own[name] for name in named if name in own), *list_imports(function)]
-        return [*(one for one in found if is_followed(function, one)), *self._newly_named(names)]
+        _, seen = self._tables.setdefault(id(own), (own, set()))
+        if seen is not self._names:
+            seen |= named
+        values = [*(own[name] for name in named if name in own), *list_imports(function)]
+        return [*(one for one in values if is_followed(function, one)), *self._newly_named(names)]
 
     def _newly_named(self, names: set[str]) -> list[Any]:
         new = names - self._names

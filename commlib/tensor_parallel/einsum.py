@@ -30,10 +30,10 @@ class Einsum:
     @classmethod
     def of(cls, what: str, equation: str) -> Einsum:
         """Return an equation from its text. Raises UsageError unless it has two operands."""
-        found = _EQUATION.fullmatch(equation.replace(" ", ""))
-        if found is None:
+        match = _EQUATION.fullmatch(equation.replace(" ", ""))
+        if match is None:
             raise UsageError(f"{what}: equation {equation!r}: expected an input, a kernel and an output: 'ab,bc->ac'")
-        return cls(*found.groups())
+        return cls(*match.groups())
 
     @property
     def columns(self) -> tuple[EinsumDim, ...]:
@@ -48,7 +48,7 @@ class Einsum:
     def bias(self, letter: str, axes: str) -> int | None:
         """Return the dimension of a letter in a bias with these letters of the output; None if the bias lacks it.
 
-        A bias of Keras starts at the first of its letters, and has all dimensions of the output from that one on.
+        A bias of Keras starts at the first of its letters, and has all dimensions of the output from there on.
         """
         if letter not in axes:
             return None

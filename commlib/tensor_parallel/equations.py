@@ -1,4 +1,4 @@
-"""Equations: relate the dimensions of an operation's result to those of its inputs, as in einsum. [pure]
+"""Equations: relate the dimensions of an operation's result to its inputs' dimensions, as in einsum. [pure]
 
 Each dimension has a number: equal numbers are the same dimension. `~n` is a dimension of length 1 that is broadcast
 along n. A number missing in the result is summed, averaged or otherwise reduced. The computation itself is left out.
@@ -47,9 +47,9 @@ def dimwise(shape: Shape, dims: Collection[int]) -> Equation:
 
 def reduction(shape: Shape, dims: Collection[int], *, kept: bool = False) -> Equation:
     """Return the equation of sums, means and extremes over some dimensions. kept: with length 1."""
-    gone = {dim % len(shape) for dim in dims}
+    reduced = {dim % len(shape) for dim in dims}
     every = tuple(range(len(shape)))
-    output = tuple(NEW if dim in gone else dim for dim in every if kept or dim not in gone)
+    output = tuple(NEW if dim in reduced else dim for dim in every if kept or dim not in reduced)
     return Equation((every,), output)
 
 
@@ -58,8 +58,8 @@ def selection(rank: int, dims: Sequence[int]) -> Equation:
     dimension of the input, or -1. Input dimensions that are sliced or picked from must not be sharded.
     """
     every = tuple(range(rank))
-    gone = frozenset(every).difference(dims)
-    return Equation((every,), tuple(NEW if dim < 0 else dim for dim in dims), gone)
+    dropped = frozenset(every).difference(dims)
+    return Equation((every,), tuple(NEW if dim < 0 else dim for dim in dims), dropped)
 
 
 def product(left: Shape, right: Shape) -> Equation:
@@ -84,13 +84,13 @@ def attention(query: Shape, key: Shape, value: Shape) -> Equation:
 
 def einsum(text: str, shapes: Sequence[Shape]) -> Equation:
     """Return the equation of einsum's notation, including an ellipsis."""
-    given, arrow, output = text.replace(" ", "").partition("->")
-    terms = given.split(",")
+    operands, arrow, output = text.replace(" ", "").partition("->")
+    terms = operands.split(",")
     if len(terms) != len(shapes):
         raise UsageError(f"einsum {text!r} has {len(terms)} operands, got {len(shapes)}")
     if not arrow:
-        letters = sorted({letter for letter in given if letter.isalpha() and given.count(letter) == 1})
-        output = ("..." if "..." in given else "") + "".join(letters)
+        letters = sorted({letter for letter in operands if letter.isalpha() and operands.count(letter) == 1})
+        output = ("..." if "..." in operands else "") + "".join(letters)
     rest = [len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes, strict=True)]
     width = max((count for term, count in zip(terms, rest, strict=True) if "..." in term), default=0)
     inputs = tuple(_numbers(term, count, width) for term, count in zip(terms, rest, strict=True))

@@ -11,12 +11,12 @@ from commlib.errors import UsageError
 from commlib.sharding.sharding import Sharding
 
 
-def check_dim(what: str, asked: int, dim: int, *, mixes: bool = True) -> None:
+def check_dim(what: str, requested: int, dim: int, *, mixes: bool = True) -> None:
     """Raise UsageError unless a style names the dimension of a layer's weights; both are counted from the front.
 
     mixes: whether the layer mixes all other dimensions.
     """
-    if asked != dim:
+    if requested != dim:
         also = ", and mixes all of the others" if mixes else ""
         raise UsageError(
             f"plan: {what} has weights of dimension {dim}{also}: Sequence({dim}) shards it with its features, else "
@@ -28,7 +28,7 @@ def check_norm(what: str, dim: int, reduced: Collection[int]) -> None:
     """Raise UsageError if a norm reduces over the sharded dimension. All are counted from the same end."""
     if dim in reduced:
         raise UsageError(
-            f"plan: {what}: Sequence(dim={dim}), but this norm reduces over dimensions {list(reduced)}, of which it "
+            f"plan: {what}: Sequence(dim={dim}), but this norm reduces over dimensions {list(reduced)}; of these it "
             "would see only a shard: gather the features first"
         )
 

@@ -36,19 +36,21 @@ def divided_dims(layouts: LayoutMap, variables: Sequence[tuple[str, int]]) -> li
     """
     axes = {axis for layout in layouts.values() for axis in layout if axis is not None}
     if len(axes) > 1:
-        raise UsageError(f"plan: layouts name the axes {', '.join(sorted(axes))}: expected only that of parallelize")
+        raise UsageError(
+            f"plan: layouts name the axes {', '.join(sorted(axes))}: expected only the axis of parallelize"
+        )
     paths, used = {path for path, _ in variables}, set()
-    found: list[int | None] = []
+    result: list[int | None] = []
     for path, dims in variables:
         matched = [path] if path in layouts else [one for one in layouts if one not in paths and re.search(one, path)]
         if len(matched) > 1:
             raise UsageError(f"plan: {path} has several layouts, of {', '.join(map(repr, matched))}: give it only one")
         used.update(matched)
-        found.append(_divided(path, dims, layouts[matched[0]]) if matched else None)
+        result.append(_divided(path, dims, layouts[matched[0]]) if matched else None)
     if unused := [pattern for pattern in layouts if pattern not in used]:
         some = ", ".join(sorted(paths)[:8])
         raise UsageError(f"plan: no path of a variable matches {unused[0]!r}; there are {some}, ...")
-    return found
+    return result
 
 
 def style_of(variables: Sequence[tuple[str, Roles, int | None]]) -> Style | None:

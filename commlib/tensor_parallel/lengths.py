@@ -1,8 +1,8 @@
-"""Traced lengths: integers in the shapes that a model asks for, which record their origin. [pure]
+"""Traced lengths: integers in the shapes that a model requests, which record their origin. [pure]
 
 A model calls `x.view(rows, tokens, self.num_heads, self.head_dim)`, or `x.expand(*k.shape[:2], self.groups, -1)`. While
 it is traced, its attributes and the lengths of shapes are of this class: integers with a formula. The formulas give the
-shapes that the model would ask for on a rank, where tensors are shorter, and the attributes that must have the rank's
+shapes that the model would request on a rank, where tensors are shorter, and the attributes that must have the rank's
 value.
 """
 
@@ -16,7 +16,7 @@ Source = tuple[str, str] | tuple[int, int]
 """An attribute of a module, by their names; or a dimension of a value, by its number and its index."""
 
 Known = Mapping[Source, int]
-"""Values that differ on a rank from those of the unsharded model."""
+"""Values that differ on a rank from the unsharded model's."""
 
 
 class NumberUses(dict[Source, str]):
@@ -51,9 +51,9 @@ class Length(int):
     @classmethod
     def made(cls, value: int, sources: frozenset[Source], formula: Callable[[Known], int], used: NumberUses) -> Length:
         """Return a number with its formula."""
-        found = cls(value)
-        found.sources, found.formula, found.used = sources, formula, used
-        return found
+        length = cls(value)
+        length.sources, length.formula, length.used = sources, formula, used
+        return length
 
     def note_use(self) -> None:
         """Note that the value is used as a number."""

@@ -1,7 +1,7 @@
 """Low-rank adapters: find products of two small layers that are added to a layer, W x + B A x, as in LoRA. [pure]
 
 They are sharded like the layer, and never by their rank: if W is a Column, B is one and A is unsharded; if W is a Row,
-A is one and B is unsharded. Then each rank's part of B A matches that of W, and may be added to it.
+A is one and B is unsharded. Then each rank's part of B A matches its part of W, and may be added to it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def find_low_ranks(trace: ModelTrace) -> list[LowRank]:
     """Return the low-rank adapters of a trace. A base has the features of both ends, and the input of the first."""
     users, products = trace.users, [step for step in trace.steps if step.kind == "product"]
     shapes = {step.size for step in products}
-    found: dict[str, LowRank] = {}
+    adapters: dict[str, LowRank] = {}
     for first in products:
-        if first.layer in found:
+        if first.layer in adapters:
             continue
         inputs, rank = first.size
         if not any(size[0] == inputs for size in shapes):
@@ -53,19 +53,19 @@ def find_low_ranks(trace: ModelTrace) -> list[LowRank]:
             if (at := _meeting_step(trace, reach(trace, users, one)[1], after)) is not None
         }
         if meetings:
-            found[first.layer] = LowRank(first.layer, second.layer, meetings[min(meetings)], rank)
-    return list(found.values())
+            adapters[first.layer] = LowRank(first.layer, second.layer, meetings[min(meetings)], rank)
+    return list(adapters.values())
 
 
 def _origins(trace: ModelTrace, step: TraceStep) -> set[int]:
     """Return a layer's input, and the values that it was made from by dropout, a cast and the like."""
-    value, found = step.inputs[0], {step.inputs[0]}
-    while (made := trace.steps[trace.makers[value]]).kind in ("equation", "reshape") and not made.weights:
-        if len(set(made.inputs)) != 1:
+    value, values = step.inputs[0], {step.inputs[0]}
+    while (maker := trace.steps[trace.makers[value]]).kind in ("equation", "reshape") and not maker.weights:
+        if len(set(maker.inputs)) != 1:
             break
-        value = made.inputs[0]
-        found.add(value)
-    return found
+        value = maker.inputs[0]
+        values.add(value)
+    return values
 
 
 def _meeting_step(trace: ModelTrace, ones: set[int], others: set[int]) -> int | None:

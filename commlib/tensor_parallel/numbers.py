@@ -48,8 +48,8 @@ class ShardedRegion:
     def shared(self) -> set[int]:
         """Numbers of heads that are smaller than the number of ranks."""
         divided = [state for state in self.states.values() if state.is_divided]
-        found = {state.units for state in divided} | {units for state in divided for _, units in state.fused}
-        return {units for units in found if 1 < units < self.size and self.size % units == 0}
+        units_of = {state.units for state in divided} | {units for state in divided for _, units in state.fused}
+        return {units for units in units_of if 1 < units < self.size and self.size % units == 0}
 
     def own(self, value: int, dim: int, rank: int) -> int:
         """Return the length of a value's dimension on a rank."""
@@ -108,7 +108,7 @@ def numbers_per_rank(part: ShardedRegion, given: Mapping[str, PerRank]) -> dict[
     wrong = [step for step in part.trace.steps if _misfit(part, step, given)]
     if not wrong:
         return {}
-    first = {one for step in wrong for asked, _ in _misfits(part, step, given) for one in _attributes_of(asked)}
+    first = {one for step in wrong for number, _ in _misfits(part, step, given) for one in _attributes_of(number)}
     able = {one for step in part.trace.steps for one in _attributes(step)}.difference(
         given, _used_attributes(part.trace)
     )
@@ -131,40 +131,42 @@ def numbers_per_rank(part: ShardedRegion, given: Mapping[str, PerRank]) -> dict[
 def _describe_fixed(part: ShardedRegion, given: Mapping[str, PerRank], tried: list[str], options: list[PerRank]) -> str:
     """Return the lines that fix shapes to unsharded values, whichever numbers have a rank's value."""
 
-    def left(numbers: Mapping[str, PerRank]) -> list[str]:
-        return [said for step in part.trace.steps if (said := _misfit(part, step, numbers))]
+    def problems_of(numbers: Mapping[str, PerRank]) -> list[str]:
+        return [problem for step in part.trace.steps if (problem := _misfit(part, step, numbers))]
 
-    best, numbers = left(given), dict(given)
+    best, numbers = problems_of(given), dict(given)
     for name, style in product(tried, options):
-        if len(fewer := left({**numbers, name: style})) < len(best):
+        if len(fewer := problems_of({**numbers, name: style})) < len(best):
             best, numbers = fewer, {**numbers, name: style}
-    said = list(dict.fromkeys(best))
-    more = f"; and {len(said) - _MOST_LINES} more" if len(said) > _MOST_LINES else ""
-    return "; ".join(said[:_MOST_LINES]) + more
+    problems = list(dict.fromkeys(best))
+    more = f"; and {len(problems) - _MOST_LINES} more" if len(problems) > _MOST_LINES else ""
+    return "; ".join(problems[:_MOST_LINES]) + more
 
 
 def _misfit(part: ShardedRegion, step: TraceStep, numbers: Mapping[str, PerRank]) -> str:
-    """Return why a step does not ask for the required shape on every rank; "" if it does."""
-    for asked, dim in _misfits(part, step, numbers):
+    """Return why a step does not request the required shape on every rank; "" if it does."""
+    for number, dim in _misfits(part, step, numbers):
         if step.kind == "split":
             return f"{step.at} splits features into {list(step.asked)}: pass the number of pieces instead"
         if step.kind == "piece":
-            return f"{step.at} picks features {step.asked[0]}:{step.asked[1]}, but on a rank {asked} is a different one"
-        shape = f"{step.at} asks for the shape {list(step.asked)}"
-        return f"{shape}, but a rank has less than {int(asked)} in dimension {dim}: use -1"
+            return (
+                f"{step.at} picks features {step.asked[0]}:{step.asked[1]}, but on a rank {number} is a different one"
+            )
+        shape = f"{step.at} requests the shape {list(step.asked)}"
+        return f"{shape}, but a rank has less than {int(number)} in dimension {dim}: use -1"
     return ""
 
 
 def _misfits(part: ShardedRegion, step: TraceStep, numbers: Mapping[str, PerRank]) -> Iterator[tuple[int, int]]:
-    """Yield the numbers that a step asks for, and their dimensions, if they are wrong on a rank."""
+    """Yield the numbers that a step requests, and their dimensions, if they are wrong on a rank."""
     for rank in range(part.size if step.asked and step.outputs else 0):
-        for dim, asked, expected in _expected(part, step, rank):
+        for dim, number, expected in _expected(part, step, rank):
             try:
-                own = length_at(asked, _rank_values(part, asked, numbers, rank))
+                own = length_at(number, _rank_values(part, number, numbers, rank))
             except ZeroDivisionError:  # by a number of heads that is 0 on a rank
                 own = UNKNOWN_LENGTH
             if own != expected:
-                yield asked, dim
+                yield number, dim
 
 
 def _is_elsewhere(part: ShardedRegion, step: TraceStep, names: tuple[str, ...]) -> bool:
@@ -172,20 +174,20 @@ def _is_elsewhere(part: ShardedRegion, step: TraceStep, names: tuple[str, ...]) 
 
 
 def _expected(part: ShardedRegion, step: TraceStep, rank: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the dimension, the number that a step asks for, and the number required on a rank."""
+    """Yield the dimension, the number that a step requests, and the number required on a rank."""
     if step.kind == "split":
         dim = step.dim % len(part.model.shapes[step.inputs[0]])
-        for asked, value in zip(step.asked, step.outputs, strict=False):
-            if dim < len(part.model.shapes[value]) and part.model.shapes[value][dim] == asked:
-                yield dim, asked, part.own(value, dim, rank)
+        for number, value in zip(step.asked, step.outputs, strict=False):
+            if dim < len(part.model.shapes[value]) and part.model.shapes[value][dim] == number:
+                yield dim, number, part.own(value, dim, rank)
         return
     if step.kind == "piece":
-        yield from ((step.dim, asked, own) for asked, own in zip(step.asked, part.ends(step, rank), strict=True))
+        yield from ((step.dim, number, own) for number, own in zip(step.asked, part.ends(step, rank), strict=True))
         return
     shape = part.model.shapes[step.outputs[0]]
-    for dim, asked in enumerate(step.asked if len(step.asked) == len(shape) else ()):
-        if asked != -1 and shape[dim] != UNKNOWN_LENGTH:
-            yield dim, asked, part.own(step.outputs[0], dim, rank)
+    for dim, number in enumerate(step.asked if len(step.asked) == len(shape) else ()):
+        if number != -1 and shape[dim] != UNKNOWN_LENGTH:
+            yield dim, number, part.own(step.outputs[0], dim, rank)
 
 
 def _rank_values(part: ShardedRegion, length: int, numbers: Mapping[str, PerRank], rank: int) -> dict[Source, int]:
@@ -201,7 +203,7 @@ def _rank_values(part: ShardedRegion, length: int, numbers: Mapping[str, PerRank
 
 def _attributes(step: TraceStep) -> set[str]:
     """Return the module attributes from which a step's numbers were computed."""
-    return {one for asked in step.asked for one in _attributes_of(asked)}
+    return {one for number in step.asked for one in _attributes_of(number)}
 
 
 def _attributes_of(length: int) -> set[str]:

@@ -29,11 +29,11 @@ def shard_pair(
     firsts: list[str],
     lasts: list[str],
     given: Mapping[str, PerRank],
-    beside: Mapping[str, str],
+    bases: Mapping[str, str],
 ) -> dict[str, Style]:
     """Return styles for the layers `firsts`, for `lasts`, and for norms, dropout and numbers between them.
 
-    undivided: placements of all values of the unsharded model. given: numbers that have a style already. beside: for
+    undivided: placements of all values of the unsharded model. given: numbers that have a style already. bases: for
     low-rank layers among `firsts` the layer whose result theirs is added to, and whose sharding they share.
 
     Styles are checked by the rules, and refused ones are corrected if the trace shows how: fused features that are
@@ -42,19 +42,21 @@ def shard_pair(
     are too few heads, or if numbers in shapes fit only the unsharded model.
     """
     part = _steps_between(trace, undivided, {*firsts, *lasts})
-    asked: dict[str, Style] = {**given, **dict.fromkeys(firsts, Column()), **dict.fromkeys(lasts, Row())}
-    styles, states = _accept(part, asked, firsts, beside)
+    requested: dict[str, Style] = {**given, **dict.fromkeys(firsts, Column()), **dict.fromkeys(lasts, Row())}
+    styles, states = _accept(part, requested, firsts, bases)
     heads = {name: _heads(part, states, name) for name in firsts}
-    made = {name: count for name in firsts if not any(heads[name]) and (count := _heads_made(part, states, name))}
-    if any(count < size for count in made.values()):
-        heads |= {name: (count,) for name, count in made.items()}
-    for name, base in beside.items():  # operations on their sum follow one of the two
+    head_counts = {
+        name: count for name in firsts if not any(heads[name]) and (count := _count_heads(part, states, name))
+    }
+    if any(count < size for count in head_counts.values()):
+        heads |= {name: (count,) for name, count in head_counts.items()}
+    for name, base in bases.items():  # operations on their sum follow one of the two
         heads[name] = heads[base] = max(heads[name], heads[base])
     most = max((max(counts) for counts in heads.values()), default=0)
     one = [name for name in firsts if 1 in heads[name]]
     if one and most >= size:  # it serves the queries of all ranks
         changes = {name: _with_one_head(styles[name], heads[name]) for name in one}
-        styles, states = _accept(part, styles | changes, firsts, beside, size)
+        styles, states = _accept(part, styles | changes, firsts, bases, size)
         heads = {name: tuple(0 if count == 1 else count for count in counts) for name, counts in heads.items()}
     few = {name: [count for count in counts if _are_few(count, size)] for name, counts in heads.items()}
     shared = {name: min(counts) for name, counts in few.items() if counts}
@@ -64,7 +66,7 @@ def shard_pair(
     if shared:
         styles = styles | {name: _with_units(styles[name], heads[name], units, size) for name in shared}
         styles |= {name: PerRank(among=size // min(shared.values())) for name in _repeats(part, states, set(shared))}
-        styles, states = _accept(part, styles, firsts, beside, size)
+        styles, states = _accept(part, styles, firsts, bases, size)
     if units and units < size:
         raise NotShardable(f"{units} heads for {size} ranks")
     for name, style in styles.items():
@@ -88,7 +90,7 @@ def _are_few(heads: int, size: int) -> bool:
 
 
 def _with_one_head(style: Style, heads: tuple[int, ...]) -> Style:
-    """Return the style of a layer whose one head, or that of some of its parts, serves all others."""
+    """Return the style of a layer with one head, in all or in some of its parts, that serves all others."""
     if isinstance(style, Column) and len(heads) > 1:
         return Column(style.parts, tuple(int(count == 1) for count in heads))
     return Replicate(into_sharded=True)
@@ -96,14 +98,14 @@ def _with_one_head(style: Style, heads: tuple[int, ...]) -> Style:
 
 def _with_units(style: Style, heads: tuple[int, ...], units: int, size: int) -> Style:
     """Return the style of a layer with fewer heads than ranks, in all or some of its parts."""
-    given = style.units if isinstance(style, Column) and not isinstance(style.units, int) else (0,) * len(heads)
+    units_given = style.units if isinstance(style, Column) and not isinstance(style.units, int) else (0,) * len(heads)
     own = [count if _are_few(count, size) else units for count in heads]
-    found = tuple(one or count for one, count in zip(given, own, strict=True))
-    return Column(style.parts, found) if isinstance(style, Column) and len(found) > 1 else Column(units=found[0])
+    merged = tuple(one or count for one, count in zip(units_given, own, strict=True))
+    return Column(style.parts, merged) if isinstance(style, Column) and len(merged) > 1 else Column(units=merged[0])
 
 
 def _accept(
-    part: ModelTrace, styles: dict[str, Style], firsts: list[str], beside: Mapping[str, str], size: int = 1
+    part: ModelTrace, styles: dict[str, Style], firsts: list[str], bases: Mapping[str, str], size: int = 1
 ) -> tuple[dict[str, Style], States]:
     """Return styles that the rules accept, and the placements of values with them.
 
@@ -117,7 +119,7 @@ def _accept(
             changes = _correct(part, styles, firsts, error)
             if not changes:
                 raise
-            together = [{name, base} for name, base in beside.items() if not changes.keys().isdisjoint({name, base})]
+            together = [{name, base} for name, base in bases.items() if not changes.keys().isdisjoint({name, base})]
             for names in together:
                 changes |= dict.fromkeys(names, next(changes[name] for name in names if name in changes))
             styles = styles | changes
@@ -177,19 +179,19 @@ def _head_styles(part: ModelTrace, styles: Mapping[str, Style], step: TraceStep,
     """Return styles for values with an entry for each head that combine with heads: tables, and constants."""
     shapes = [part.shapes[value] for value in step.inputs]
     lengths = {shape[state.dim] for shape in shapes if state.dim < len(shape)} - {1}
-    found: dict[str, Style] = {}
+    result: dict[str, Style] = {}
     for value in step.inputs:
         for one in trace_back(part, value, past_layers=True) or ():
             if one.kind == "equation" and one.asked:  # one head of keys, repeated for all queries
-                found |= {name: PerRank() for name in _expanding(part, one) if name not in styles}
+                result |= {name: PerRank() for name in _expanding(part, one) if name not in styles}
         for one in trace_back(part, value) or ():
             if one.kind == "table" and one.layer not in styles and one.size[1] in lengths:
-                found[one.layer] = Column()
+                result[one.layer] = Column()
             for length in one.asked if one.kind == "constant" else ():
                 for source in sources_of(length):
                     if int(length) in lengths and isinstance(source[0], str) and attribute(source) not in styles:
-                        found[attribute(source)] = PerRank()
-    return found
+                        result[attribute(source)] = PerRank()
+    return result
 
 
 def _argument_styles(
@@ -197,7 +199,7 @@ def _argument_styles(
 ) -> dict[str, Style]:
     """Return styles for arguments of modules with an entry for each head that combine with heads."""
     lengths = {part.shapes[value][state.dim] for value in step.inputs if state.dim < len(part.shapes[value])}
-    length, found = max(lengths, default=1), dict[str, Style]()
+    length, result = max(lengths, default=1), dict[str, Style]()
     units = length // state.parts
     for value in step.inputs if units > 1 else ():
         last = [one for one in trace_back(part, value) or () if one.kind == "slice"][-1:]
@@ -205,26 +207,26 @@ def _argument_styles(
             shape = part.shapes[last[0].outputs[0]]
             dims = [(one != length, dim) for dim, one in enumerate(shape) if one > 1 and one % units == 0]
             if dims:
-                found[last[0].layer] = Slice(min(dims)[1], units)
-    return found
+                result[last[0].layer] = Slice(min(dims)[1], units)
+    return result
 
 
 def _repeats(part: ModelTrace, states: States, names: set[str]) -> set[str]:
     """Return the numbers of modules that set how often some layers' outputs are repeated for their heads."""
-    found = set[str]()
+    result = set[str]()
     for step in part.steps:
         if step.kind == "equation" and step.asked and states[step.inputs[0]].by in names:
-            found |= _expanding(part, step)
-    return found
+            result |= _expanding(part, step)
+    return result
 
 
 def _expanding(part: ModelTrace, step: TraceStep) -> set[str]:
     """Return the numbers of modules that set how often a step repeats a value."""
-    shape, made = part.shapes[step.inputs[0]], part.shapes[step.outputs[0]]
-    shape = (1,) * (len(made) - len(shape)) + tuple(shape)
+    shape, expanded = part.shapes[step.inputs[0]], part.shapes[step.outputs[0]]
+    shape = (1,) * (len(expanded) - len(shape)) + tuple(shape)
     return {
         attribute(source)
-        for length, was, now in zip(step.asked, shape, made, strict=False)
+        for length, was, now in zip(step.asked, shape, expanded, strict=False)
         for source in sources_of(length)
         if was != now and isinstance(source[0], str)
     }
@@ -235,18 +237,18 @@ def trace_back(trace: ModelTrace, value: int, *, past_layers: bool = False) -> l
 
     past_layers: return only the steps after these layers instead.
     """
-    found, waiting = set[int](), [value]
+    visited, waiting = set[int](), [value]
     while waiting:
         at = trace.makers.get(waiting.pop())
-        if at is None or at in found:
+        if at is None or at in visited:
             continue
         if trace.steps[at].kind in ("product", "attention"):
             if past_layers:
                 continue
             return None
-        found.add(at)
+        visited.add(at)
         waiting += trace.steps[at].inputs
-    return [trace.steps[at] for at in sorted(found)]
+    return [trace.steps[at] for at in sorted(visited)]
 
 
 def _steps_between(trace: ModelTrace, undivided: States, names: set[str]) -> ModelTrace:
@@ -261,17 +263,17 @@ def _steps_between(trace: ModelTrace, undivided: States, names: set[str]) -> Mod
     sources = [TraceStep("", "weight", (), (_ANY_WEIGHT,))]
     for value in dict.fromkeys(value for step in steps for value in step.inputs):
         if value not in known:
-            made_by = trace_back(trace, value)
-            if made_by is None or undivided[value].name != "whole":
+            makers = trace_back(trace, value)
+            if makers is None or undivided[value].name != "whole":
                 sources.append(TraceStep("", "unknown", (_ANY_WEIGHT,), (value,)))
                 known.add(value)
             else:
-                more = [step for step in made_by if not known.issuperset(step.outputs)]
+                more = [step for step in makers if not known.issuperset(step.outputs)]
                 earlier += more
-                known.update(made for step in more for made in step.outputs)
-    made = {value for step in steps for value in step.outputs}
-    kept = tuple(value for value in trace.kept if value in made)
-    return replace(trace, steps=(*sources, *earlier, *steps), outputs=(), tied=(), whole=True, kept=kept)
+                known.update(produced for step in more for produced in step.outputs)
+    produced = {value for step in steps for value in step.outputs}
+    saved = tuple(value for value in trace.kept if value in produced)
+    return replace(trace, steps=(*sources, *earlier, *steps), outputs=(), tied=(), whole=True, kept=saved)
 
 
 def _call(part: ModelTrace, name: str) -> TraceStep:
@@ -280,8 +282,8 @@ def _call(part: ModelTrace, name: str) -> TraceStep:
 
 def _heads(part: ModelTrace, states: States, name: str) -> tuple[int, ...]:
     """Return the number of heads that the features of a layer, or of each of its parts, become; 0 for none."""
-    made = next(states[step.outputs[0]] for step in part.steps if step.layer == name and step.kind == "product")
-    found = [0] * max(1, len(made.fused))
+    placement = next(states[step.outputs[0]] for step in part.steps if step.layer == name and step.kind == "product")
+    heads = [0] * max(1, len(placement.fused))
     for step in part.steps:
         if step.kind == "reshape":
             before, after = states[step.inputs[0]], states[step.outputs[0]]
@@ -290,11 +292,11 @@ def _heads(part: ModelTrace, states: States, name: str) -> tuple[int, ...]:
                     return tuple(length for length, _ in after.fused)
                 if before.parts > 1:
                     return (part.shapes[step.outputs[0]][after.dim],)
-                found[before.place] = found[before.place] or part.shapes[step.outputs[0]][after.dim]
-    return tuple(found)
+                heads[before.place] = heads[before.place] or part.shapes[step.outputs[0]][after.dim]
+    return tuple(heads)
 
 
-def _heads_made(part: ModelTrace, states: States, name: str) -> int:
+def _count_heads(part: ModelTrace, states: States, name: str) -> int:
     """Return the number of heads in the output of a layer with a dimension of heads; 0 without one."""
     call = _call(part, name)
     state = states[call.outputs[0]]

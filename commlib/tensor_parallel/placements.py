@@ -16,7 +16,7 @@ class Placement:
 
     name: "whole" (the same on every rank), "features" or "sequence" (sharded along `dim`), "partial" (computed from
     this rank's shard alone), "unknown". by: the layer that caused it. parts: number of fused features, such as Q, K and
-    V, that are not split yet. unit: number of features that stay together, such as those of a head; 0 if unknown.
+    V, that are not split yet. unit: number of features that stay together, such as a head's; 0 if unknown.
     units: number of pieces that are not split, such as heads, which ranks share if there are fewer; 0 if unknown.
     origin, of a "whole" value: "computed" from weights, "given" as an argument, "constant", a "weight" itself, or
     "shared": meant to combine with sharded values. inner: another dimension, split among the ranks that share a head,
@@ -93,11 +93,11 @@ def combine_unsharded(states: list[Placement]) -> Placement:
     return replace(GIVEN, learns=any(state.learns for state in states))
 
 
-def reshape_placement(state: Placement, old: Shape, new: Shape, asked: Shape = ()) -> Placement | None:
-    """Return the placement of a sharded value after a reshape; None if its parts are torn apart.
+def reshape_placement(state: Placement, old: Shape, new: Shape, requested: Shape = ()) -> Placement | None:
+    """Return the placement of a sharded value after a reshape; None if its parts are separated.
 
-    The sharded dimension may be split into several, of which the first is sharded: heads and their features. It may be
-    joined with later ones. Fused parts may become a separate dimension before it. asked: the requested shape: among
+    The sharded dimension may be split into several; the first of them is sharded: heads and their features. It may be
+    joined with later ones. Fused parts may become a separate dimension before it. requested: the requested shape: among
     several candidates, -1 marks the dimension whose length the model left open.
     """
     same = next((dim for dim in range(state.dim + 1) if new[dim : dim + 1] != old[dim : dim + 1]), state.dim + 1)
@@ -106,7 +106,7 @@ def reshape_placement(state: Placement, old: Shape, new: Shape, asked: Shape = (
     before, length = _products_before(old)[state.dim], old[state.dim]
     places = [dim for dim, count in enumerate(_products_before(new)) if count == before and dim >= same]
     if len(places) > 1:
-        open_ones = [dim for dim in places if len(asked) == len(new) and asked[dim] == -1]
+        open_ones = [dim for dim in places if len(requested) == len(new) and requested[dim] == -1]
         if open_ones:
             places = open_ones
         elif length > 1 and state.unit != length:  # one head of a rank is a dimension of length 1

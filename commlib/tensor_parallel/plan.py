@@ -30,10 +30,10 @@ def resolve(
     """Return the style of each layer that the plan names, in the order of `names`, which lists all layers.
 
     An exact name has priority over a pattern. kinds: the classes of styles. numbers, arguments: names for `PerRank` and
-    `Slice`; they come last. Raises UsageError for other objects, for a pattern that matches no layer, and for a layer
+    `Slice`; they are last. Raises UsageError for other objects, for a pattern that matches no layer, and for a layer
     with two styles.
     """
-    given: dict[str, list[tuple[str, S]]] = {name: [] for name in (*names, *numbers, *arguments)}
+    matches: dict[str, list[tuple[str, S]]] = {name: [] for name in (*names, *numbers, *arguments)}
     for pattern, style in plan.items():
         if not isinstance(style, kinds):
             known = [kind.__name__ for kind in kinds]
@@ -49,8 +49,8 @@ def resolve(
             what = "number" if isinstance(style, PerRank) else "argument" if isinstance(style, Slice) else "layer"
             raise UsageError(f"plan: no {what} is called {pattern!r}; there are {', '.join(close)}, ...")
         for name in matched:
-            given[name].append((pattern, style))
-    return {name: _one(name, found) for name, found in given.items() if found}
+            matches[name].append((pattern, style))
+    return {name: _one(name, styles) for name, styles in matches.items() if styles}
 
 
 def no_layer(name: str, plain: type, style: Style, layers: Iterable[tuple[type, type[Style]]]) -> UsageError:
@@ -61,12 +61,12 @@ def no_layer(name: str, plain: type, style: Style, layers: Iterable[tuple[type, 
     )
 
 
-def _one(name: str, found: list[tuple[str, S]]) -> S:
-    exact = [style for pattern, style in found if pattern == name]
-    styles = exact or [style for _, style in found]
+def _one(name: str, matches: list[tuple[str, S]]) -> S:
+    exact = [style for pattern, style in matches if pattern == name]
+    styles = exact or [style for _, style in matches]
     if any(style != styles[0] for style in styles):
-        said = ", ".join(f"{pattern!r}: {style}" for pattern, style in found)
-        raise UsageError(f"plan: {name} has several styles: {said}: give it only one, under its full name")
+        text = ", ".join(f"{pattern!r}: {style}" for pattern, style in matches)
+        raise UsageError(f"plan: {name} has several styles: {text}: give it only one, under its full name")
     return styles[0]
 
 

@@ -55,17 +55,21 @@ class StepRecording:
 
     def add(self, layer: str, kind: str, inputs: Iterable[Any], outputs: Iterable[Any], **more: Any) -> None:
         """Record a step. Its results are new values, even if a tensor was changed in place."""
-        taken = tuple(self.number(tensor) for tensor in inputs)
+        input_numbers = tuple(self.number(tensor) for tensor in inputs)
         results = list(outputs)
-        made = tuple(map(self._new, results))
+        output_numbers = tuple(map(self._new, results))
         self._outside_tensors.update(map(self._key, results if kind == "given" else ()))
-        if (layer and kind != "slice") or not self.learned.isdisjoint(taken):
-            self.learned.update(made)
-        self.made.update(made if taken else ())
+        if (layer and kind != "slice") or not self.learned.isdisjoint(input_numbers):
+            self.learned.update(output_numbers)
+        self.made.update(output_numbers if input_numbers else ())
         has_weights = kind in ("product", "table", "attention") or more.get("weights", False)
-        if self.detaches or kind == "constant" or (taken and not has_weights and self.detached.issuperset(taken)):
-            self.detached.update(made)
-        self._steps.append(TraceStep(layer, kind, taken, made, **more))
+        if (
+            self.detaches
+            or kind == "constant"
+            or (input_numbers and not has_weights and self.detached.issuperset(input_numbers))
+        ):
+            self.detached.update(output_numbers)
+        self._steps.append(TraceStep(layer, kind, input_numbers, output_numbers, **more))
 
     def knows(self, tensor: Any) -> bool:
         """Return whether a tensor has a number already."""

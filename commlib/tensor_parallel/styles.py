@@ -16,7 +16,7 @@ class Column:
     Args:
         parts: Several fused weights, such as Q, K and V or gate and up, as a number of equal ones or their lengths;
             each is sharded separately.
-        units: Number of pieces that are not split, such as heads (those of K and V, if there are fewer); or a number
+        units: Number of pieces that are not split, such as heads (of K and V, if these have fewer); or a number
             for each part. If there are fewer units than ranks, and they divide the number of ranks, several ranks share
             each: Column(parts=(512, 64, 64), units=(8, 1, 1)).
         gather: Whether the output is gathered on every rank; otherwise it stays sharded, for a `Row` to follow.
@@ -191,10 +191,10 @@ Style = Column | Row | Vocabulary | Sequence | Replicate | PerRank | Slice
 
 
 def _lengths(style: str, parts: Sequence_[int]) -> tuple[int, ...]:
-    found = tuple(parts)
-    if not found or not all(isinstance(part, int) and part > 0 for part in found):
-        raise UsageError(f"{style}: parts are {list(found)}, expected a number, or the lengths of the parts")
-    return found
+    lengths = tuple(parts)
+    if not lengths or not all(isinstance(part, int) and part > 0 for part in lengths):
+        raise UsageError(f"{style}: parts are {list(lengths)}, expected a number, or the lengths of the parts")
+    return lengths
 
 
 def _check_units(style: str, units: int) -> None:

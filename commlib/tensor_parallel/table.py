@@ -13,7 +13,7 @@ from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 WIDTH = 100  # columns of the text
 _GAP = "  "
-_NUMBER = "\0"  # stands for the number of a layer
+_NUMBER = "\0"  # placeholder of the number of a layer
 _NARROWEST = 16  # columns of names and of styles, which are broken if they do not fit
 Cells = tuple[str, ...]
 
@@ -57,7 +57,7 @@ def _rows(
 
 def _fold(rows: Iterable[Cells]) -> list[Cells]:
     """Return the rows, with those as one that differ only by the first number in the name."""
-    found: dict[Cells, list[int]] = {}
+    ranks_by_cells: dict[Cells, list[int]] = {}
     single: dict[Cells, Cells] = {}
     for row in rows:
         number = re.search(r"\d+", row[0])
@@ -66,11 +66,11 @@ def _fold(rows: Iterable[Cells]) -> list[Cells]:
             # A number in a name follows a separator; other numbers of a reason are counts.
             same = re.compile(rf"(?<=[._/]){number[0]}(?!\d)")
             key = (same.sub(_NUMBER, row[0]), *row[1:-1], same.sub(_NUMBER, row[-1]))
-            found.setdefault(key, []).append(int(number[0]))
+            ranks_by_cells.setdefault(key, []).append(int(number[0]))
         single.setdefault(key, row)
     folded: list[Cells] = []
     for key, first in single.items():
-        numbers = found.get(key, [])
+        numbers = ranks_by_cells.get(key, [])
         several = f"[{_ranges(sorted(numbers))}]"
         folded.append(first if len(numbers) < 2 else tuple(cell.replace(_NUMBER, several) for cell in key))
     return folded

@@ -9,7 +9,7 @@ Values have numbers. A step takes values and makes others; steps are in the orde
     table       a layer that looks up rows: embeddings
     attention   a layer that is a complete attention, with its projections
     equation    an operation with an `Equation`: elementwise operations, norms, softmax, products of activations, ...
-    slice       an argument of a module that has no gradient, of which a rank may get its slice
+    slice       an argument of a module that has no gradient; a rank may get its slice of it
     reshape     the same elements in the same order in another shape
     split       pieces along a dimension; `join` concatenates or stacks pieces
     piece       a slice of contiguous elements along a dimension; with an equation, too
@@ -64,8 +64,8 @@ class TraceStep:
     @property
     def where(self) -> str:
         """Return its name in messages."""
-        said = self.text or self.kind
-        return f"{self.layer} ({said})" if self.layer else said
+        text = self.text or self.kind
+        return f"{self.layer} ({text})" if self.layer else text
 
     @property
     def at(self) -> str:
@@ -100,11 +100,11 @@ class ModelTrace:
     @cached_property
     def users(self) -> Mapping[int, Sequence[int]]:
         """The steps that take each value, by its number."""
-        found: dict[int, list[int]] = {}
+        result: dict[int, list[int]] = {}
         for at, step in enumerate(self.steps):
             for value in dict.fromkeys(step.inputs):
-                found.setdefault(value, []).append(at)
-        return found
+                result.setdefault(value, []).append(at)
+        return result
 
     @property
     def way(self) -> Hashable:

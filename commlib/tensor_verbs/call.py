@@ -65,7 +65,7 @@ SAME = _ResultKind(lambda bridge, answer: bridge.new(answer))
 ROWS = _ResultKind(lambda bridge, answer: bridge.new(answer))
 """A tensor of the dtype of the last input, with another number of rows."""
 RECEIVED = _ResultKind(lambda bridge, answer: (bridge.new(answer[0]), bridge.new(answer[1])))
-"""Two tensors: rows like those of the first input, and the number of rows received from each rank, int64."""
+"""Two tensors: rows like the first input's, and the number of rows received from each rank, int64."""
 NOTHING = _ResultKind(lambda bridge, answer: None)
 """None."""
 OBJECT = _ResultKind(lambda bridge, answer: answer)
@@ -83,7 +83,7 @@ class ResultOrZeros:
 
 
 def group_of(ranks: Ranks | None, verb: str) -> Communicator:
-    """Return the communicator of a verb: that of `ranks`, or of all ranks."""
+    """Return the communicator of a verb: of `ranks`, or of all ranks."""
     return require_world() if ranks is None else communicator_of(ranks, verb)
 
 

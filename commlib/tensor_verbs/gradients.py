@@ -6,7 +6,7 @@ broadcasts.
 
 A backward is collective like its verb. So a tensor requires a gradient on every rank or on none, and every rank uses
 the result in its loss (a rank that has no use for it adds the result times zero). Ranks that differ raise
-MismatchError: the calls of a forward with a gradient, and those of a backward, carry labels.
+MismatchError: the calls of a forward with a gradient, and of a backward, carry labels.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RecordedVerb:
 
     @classmethod
     def of(cls, call: TensorCall[Any], received: Any = None) -> RecordedVerb:
-        """Return what a backward needs of a call, which itself may keep tensors alive."""
+        """Return the data of a call that a backward needs: the call itself may keep tensors alive."""
         return cls(call.verb, call.comm, call.options(), received)
 
 
@@ -114,11 +114,11 @@ class VerbGradients(Generic[T]):
         """Return the gradient of the input from the gradient of the result. It may lack the input's shape."""
         rule = find_rule(recorded.verb, recorded.options.get("op", "sum"))
         call = _BACKWARD[recorded.verb](self, recorded, form, gradient)
-        found: Any = self._run(call, OF_GRADIENTS)
+        result: Any = self._run(call, OF_GRADIENTS)
         if recorded.verb == "all_to_all_v":
-            found = found[0]
+            result = result[0]
         factor = rule.factor(recorded.comm.size)
-        scaled: T = found if factor == 1 else found * factor
+        scaled: T = result if factor == 1 else result * factor
         return scaled
 
     def _all_reduce(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
@@ -148,14 +148,14 @@ class VerbGradients(Generic[T]):
     def _to_root(self, verb: str, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
         """Return a reduce or gather that gives all ranks a gradient, off the root zeros. It differentiates."""
         root = recorded.options["root"]
-        made = ResultOrZeros(form.zeros)
+        result = ResultOrZeros(form.zeros)
         return TensorCall(
             self._bridge,
             recorded.comm,
             verb,
             lambda run, x: run(x, root=root),
             (gradient,),
-            made,
+            result,
             lambda: {"root": root},
         )
 

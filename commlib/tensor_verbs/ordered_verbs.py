@@ -101,13 +101,13 @@ class OrderedVerbs(Generic[T]):
             ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         group = group_of(ranks, "reduce_scatter_v")
-        rows, asked = _count_inputs(self._bridge, group, "reduce_scatter_v", (counts,))
+        rows, count_tensors = _count_inputs(self._bridge, group, "reduce_scatter_v", (counts,))
         return TensorCall(
             self._bridge,
             group,
             "reduce_scatter_v",
             lambda verb, x, *arrays: verb(x, *rows(arrays), op, algorithm=algorithm),
-            (tensor, *asked),
+            (tensor, *count_tensors),
             ROWS,
             lambda: {"op": op},
             (tensor,),
@@ -276,19 +276,26 @@ class OrderedVerbs(Generic[T]):
         Args:
             tensor: A tensor; its rows go to the ranks in rank order.
             splits: The number of rows for each rank.
-            takes: Number of rows received from each rank, if all ranks know it. Differentiates: the gradients of the
+            takes: Number of rows received from each rank, if all ranks have it. Differentiates: the gradients of the
                 rows go back to where the rows are from.
             ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         group = group_of(ranks, "all_to_all_v")
-        rows, asked = _count_inputs(self._bridge, group, "all_to_all_v", (splits, takes))
+        rows, count_tensors = _count_inputs(self._bridge, group, "all_to_all_v", (splits, takes))
 
         def host(verb: Callable[..., Any], x: Any, *arrays: Any) -> Any:
-            sent, taken = rows(arrays)
-            return verb(x, sent, takes=taken)
+            send_counts, receive_counts = rows(arrays)
+            return verb(x, send_counts, takes=receive_counts)
 
         return TensorCall(
-            self._bridge, group, "all_to_all_v", host, (tensor, *asked), RECEIVED, lambda: {"splits": splits}, (tensor,)
+            self._bridge,
+            group,
+            "all_to_all_v",
+            host,
+            (tensor, *count_tensors),
+            RECEIVED,
+            lambda: {"splits": splits},
+            (tensor,),
         )
 
     def send(self, tensor: T, peer: int, tag: int = 0, *, ranks: Ranks | None = None) -> TensorCall[None]:
@@ -485,10 +492,10 @@ class ReturningVerbs(Generic[T]):
 
 
 def _count_inputs(
-    bridge: Bridge[T], comm: Communicator, verb: str, given: Sequence[Any]
+    bridge: Bridge[T], comm: Communicator, verb: str, counts_given: Sequence[Any]
 ) -> tuple[Callable[[Sequence[Any]], list[Any]], list[T]]:
     """Return a function from the arrays of the counts that are tensors to all counts, and these tensors."""
-    asked = [counts for counts in given if isinstance(counts, bridge.tensor)]
+    count_tensors = [counts for counts in counts_given if isinstance(counts, bridge.tensor)]
 
     def numbers(counts: Any) -> list[int]:
         if type(counts) is DeviceArray:
@@ -496,7 +503,7 @@ def _count_inputs(
         return counts.tolist()  # type: ignore[no-any-return]
 
     def rows(arrays: Sequence[Any]) -> list[Any]:
-        known = iter(arrays)
-        return [numbers(next(known)) if isinstance(counts, bridge.tensor) else counts for counts in given]
+        values = iter(arrays)
+        return [numbers(next(values)) if isinstance(counts, bridge.tensor) else counts for counts in counts_given]
 
-    return rows, asked
+    return rows, count_tensors

@@ -84,11 +84,11 @@ class VerbMaker:
         function.__name__ = function.__qualname__ = name
         function.__module__, function.__doc__ = self.module, text
         signature = inspect.signature(build)
-        given = [
+        parameters_of_verb = [
             parameter.replace(annotation=re.sub(r"\bT\b", self.tensor, str(parameter.annotation)))
             for parameter in signature.parameters.values()
         ]
         answer = re.sub(r"^\w+\[(.*)\]$", returns, str(signature.return_annotation))
         function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=given, return_annotation=re.sub(r"\bT\b", self.tensor, answer)
+            parameters=parameters_of_verb, return_annotation=re.sub(r"\bT\b", self.tensor, answer)
         )

@@ -15,7 +15,7 @@ Figures = Mapping[str, float | int | str]
 class AdviceRule:
     """Give `text` if the figure `measure` is at least `least`, and `other` at most `most`. Shares are 0 to 1.
 
-    about: what it is about, in one or two words. gain: the figure with the share of a step that it is about, at least
+    about: its subject, in one or two words. gain: the figure with the subject's share of a step, at least
     LEAST_OF_A_STEP.
     """
 
@@ -101,7 +101,7 @@ RULES = (
         "experts",
         "imbalance",
         2.0,
-        "exposed_share",  # ranks wait for that of the busiest expert
+        "exposed_share",  # ranks wait for the rank of the busiest expert
         "the busiest expert of {busiest} gets {imbalance:.1f} times the mean: raise the auxiliary loss, set a capacity "
         "factor, or let ct.rebalance_experts move experts",
     ),
@@ -112,7 +112,7 @@ RULES = (
 class Advice:
     """texts: the suggestions, the largest share of a step first.
 
-    small: what is less than LEAST_OF_A_STEP, with its share.
+    small: subjects below LEAST_OF_A_STEP, with their shares.
     """
 
     texts: list[str]
@@ -121,7 +121,7 @@ class Advice:
 
 def advise(figures: Figures) -> Advice:
     """Return the suggestions of all rules that apply."""
-    found: list[tuple[float, str]] = []
+    lines: list[tuple[float, str]] = []
     small: dict[str, float] = {}
     for rule in RULES:
         if _number(figures, rule.measure) < rule.least or (rule.other and _number(figures, rule.other) > rule.most):
@@ -130,9 +130,9 @@ def advise(figures: Figures) -> Advice:
         if share < LEAST_OF_A_STEP:
             small.setdefault(rule.about, share)
         else:
-            found.append((share, f"{rule.text.format_map(figures)} ({share:.0%} of a step)"))
-    found.sort(key=lambda pair: -pair[0])
-    return Advice([text for _, text in found], [f"{about} ({share:.1%})" for about, share in small.items()])
+            lines.append((share, f"{rule.text.format_map(figures)} ({share:.0%} of a step)"))
+    lines.sort(key=lambda pair: -pair[0])
+    return Advice([text for _, text in lines], [f"{about} ({share:.1%})" for about, share in small.items()])
 
 
 def _number(figures: Figures, name: str) -> float:

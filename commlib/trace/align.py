@@ -80,16 +80,16 @@ def align(traces: Sequence[Trace], stories: Sequence[RankActivity]) -> Alignment
     if len(groups) == 1:
         (ranks,) = groups.values()
         return Alignment(dict.fromkeys(ranks, Clock(((0, 0.0),), SAME)), ())
-    found: dict[int, Clock] = {}
+    clocks: dict[int, Clock] = {}
     notes: list[str] = []
     root, measured = _measured_clocks(groups, timelines)
     for name, ranks in sorted(groups.items(), key=lambda item: (item[0] != root, item[0] not in measured, item[1])):
         if name == root:
             clock = Clock(((0, 0.0),), SAME)
         else:
-            clock = _align_group(ranks, measured.get(name), found, by_rank, notes)
-        found.update(dict.fromkeys(ranks, clock))
-    return Alignment(found, tuple(notes))
+            clock = _align_group(ranks, measured.get(name), clocks, by_rank, notes)
+        clocks.update(dict.fromkeys(ranks, clock))
+    return Alignment(clocks, tuple(notes))
 
 
 def _measured_clocks(groups: Mapping[str, list[int]], timelines: Mapping[int, Trace]) -> tuple[str, dict[str, Clock]]:
@@ -98,15 +98,15 @@ def _measured_clocks(groups: Mapping[str, list[int]], timelines: Mapping[int, Tr
         name: sorted({sample for rank in ranks for sample in timelines[rank].samples}, key=lambda one: one.time)
         for name, ranks in groups.items()
     }
-    references = {sample.to for found in samples.values() for sample in found}
+    references = {sample.to for samples_of_rank in samples.values() for sample in samples_of_rank}
     to = min(references, default=-1)
     root = next((name for name, ranks in groups.items() if to in ranks), "")
     if not root and to < 0:
         return min(groups, key=lambda name: groups[name]), {}
     clocks = {}
-    for name, found in samples.items():
-        if (chosen := [one for one in found if one.to == to]) and name != root:
-            clocks[name] = Clock(_extrapolate(chosen), MEASURED, max(one.error for one in found))
+    for name, samples_of_rank in samples.items():
+        if (chosen := [one for one in samples_of_rank if one.to == to]) and name != root:
+            clocks[name] = Clock(_extrapolate(chosen), MEASURED, max(one.error for one in samples_of_rank))
     if not root:  # the reference rank has no timeline here: use the clock of another rank as the reference
         root = min(clocks, key=lambda name: groups[name])
         own = clocks.pop(root)
@@ -187,19 +187,19 @@ def _align_group(
 
 def _bounds(ranks: Sequence[int], placed: Mapping[int, Clock], stories: Mapping[int, RankActivity]) -> list[_Bound]:
     by_rank = {rank: _synchronizing(stories[rank].operations) for rank in (*ranks, *placed)}
-    known: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)
+    intervals: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)
     for rank, clock in placed.items():
         for key, one in by_rank[rank].items():
-            known[key].append((clock.move(one.arrived), clock.move(one.ended)))
-    found = []
+            intervals[key].append((clock.move(one.arrived), clock.move(one.ended)))
+    bounds = []
     for rank in ranks:
         for key, one in by_rank[rank].items():
-            if others := known.get(key):
+            if others := intervals.get(key):
                 low = max(arrived for arrived, _ in others) - one.ended
                 high = min(ended for _, ended in others) - one.arrived
                 guess = min(ended for _, ended in others) - one.ended
-                found.append(_Bound(one.ended, low, high, guess))
-    return sorted(found, key=lambda one: one.time)
+                bounds.append(_Bound(one.ended, low, high, guess))
+    return sorted(bounds, key=lambda one: one.time)
 
 
 def _synchronizing(operations: Iterable[TracedCall]) -> dict[Key, TracedCall]:
@@ -210,10 +210,10 @@ def _windows(bounds: Sequence[_Bound]) -> list[_Bound]:
     """Return one bound for each window of the run: a clock may drift from one to the next."""
     count = max(1, min(_WINDOWS, len(bounds) // _LEAST))
     edges = [len(bounds) * part // count for part in range(count + 1)]
-    found = []
+    windows = []
     for start, stop in pairwise(edges):
         some = bounds[start:stop]
-        found.append(
+        windows.append(
             _Bound(
                 int(median(one.time for one in some)),
                 max(one.low for one in some),
@@ -221,4 +221,4 @@ def _windows(bounds: Sequence[_Bound]) -> list[_Bound]:
                 int(median(one.guess for one in some)),
             )
         )
-    return found
+    return windows

@@ -31,66 +31,68 @@ class PathSegment:
 
 
 class CriticalPaths:
-    """Finds critical paths. stood: the idle times of each rank's thread."""
+    """Finds critical paths. idle_times: the idle times of each rank's thread."""
 
-    def __init__(self, stood: Mapping[int, Sequence[IdleTime]], met: Iterable[MatchedCall]) -> None:
-        self._stood = stood
-        self._ends = {rank: [one.ended for one in stands] for rank, stands in stood.items()}
-        self._met = {meeting.key: meeting for meeting in met}
+    def __init__(self, idle_times: Mapping[int, Sequence[IdleTime]], matched: Iterable[MatchedCall]) -> None:
+        self._idle_times = idle_times
+        self._ends = {rank: [one.ended for one in times] for rank, times in idle_times.items()}
+        self._matched = {meeting.key: meeting for meeting in matched}
         before: dict[tuple[int, str], list[tuple[int, Key]]] = defaultdict(list)
-        for meeting in self._met.values():
+        for meeting in self._matched.values():
             for rank, part in meeting.parts.items():
                 before[rank, meeting.key[0]].append((part.ended, meeting.key))
         self._before = {place: sorted(ends) for place, ends in before.items()}
 
     def back(self, rank: int, end: int, start: int) -> list[PathSegment]:
         """Return the path that ends at `end` on `rank` and begins at `start`, the first segment first."""
-        found: list[PathSegment] = []
+        segments: list[PathSegment] = []
         now = end
-        while now > start and len(found) < _MOST:
+        while now > start and len(segments) < _MOST:
             stand = self._last_idle(rank, now)
             if stand is None or stand.ended <= start:
-                found.append(PathSegment(rank, COMPUTE, start, now))
+                segments.append(PathSegment(rank, COMPUTE, start, now))
                 break
             if stand.ended < now:
-                found.append(PathSegment(rank, COMPUTE, stand.ended, now))
+                segments.append(PathSegment(rank, COMPUTE, stand.ended, now))
                 now = stand.ended
             before = rank, now
-            rank, now = self._walk_back(rank, now, stand, start, found)
+            rank, now = self._walk_back(rank, now, stand, start, segments)
             if (rank, now) == before:  # clocks differ slightly: the awaited operation began no earlier
                 now = max(stand.began, start)
-                found.append(PathSegment(rank, stand.what, now, before[1]))
-        return [one for one in reversed(found) if one.ended > one.began]
+                segments.append(PathSegment(rank, stand.what, now, before[1]))
+        return [one for one in reversed(segments) if one.ended > one.began]
 
     def _last_idle(self, rank: int, now: int) -> IdleTime | None:
         """Return the last idle time that began before `now`, cut off at `now`."""
-        stands = self._stood.get(rank, ())
+        times = self._idle_times.get(rank, ())
         at = bisect_left(self._ends.get(rank, []), now)
-        if at < len(stands) and stands[at].began < now:
-            one = stands[at]
+        if at < len(times) and times[at].began < now:
+            one = times[at]
             return IdleTime(one.began, now, one.key, one.what)
-        return stands[at - 1] if at else None
+        return times[at - 1] if at else None
 
-    def _walk_back(self, rank: int, now: int, stand: IdleTime, start: int, found: list[PathSegment]) -> tuple[int, int]:
+    def _walk_back(
+        self, rank: int, now: int, stand: IdleTime, start: int, segments: list[PathSegment]
+    ) -> tuple[int, int]:
         """Walk back through the awaited operations; return the rank and time at which the path continues."""
-        meeting, what = self._met.get(stand.key), stand.what
-        while meeting is not None and rank in meeting.parts and len(found) < _MOST:
+        meeting, what = self._matched.get(stand.key), stand.what
+        while meeting is not None and rank in meeting.parts and len(segments) < _MOST:
             last = meeting.last(rank)
             part = meeting.parts[last]
             arrival = min(max(part.arrived, start), now)
-            found.append(PathSegment(rank, what, arrival, now))
+            segments.append(PathSegment(rank, what, arrival, now))
             rank, now = last, arrival
             earlier = self._find_blocker(rank, part.launched, now, meeting)
             if earlier is None:
-                if part.launched < now and not part.exposed:  # it was launched before its turn came
+                if part.launched < now and not part.exposed:  # it was launched before it had its turn
                     launched = max(part.launched, start)
-                    found.append(PathSegment(rank, what, launched, now))
+                    segments.append(PathSegment(rank, what, launched, now))
                     now = launched
                 return rank, now
             meeting, what = earlier, earlier.what
         began = max(stand.began, start)
         if began < now:
-            found.append(PathSegment(rank, what, began, now))
+            segments.append(PathSegment(rank, what, began, now))
         return rank, min(now, began)
 
     def _find_blocker(self, rank: int, launched: int, now: int, meeting: MatchedCall) -> MatchedCall | None:
@@ -101,4 +103,4 @@ class CriticalPaths:
             at -= 1
         if at < 0 or ends[at][0] <= launched or ends[at][0] > now:
             return None
-        return self._met[ends[at][1]]
+        return self._matched[ends[at][1]]

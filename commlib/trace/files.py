@@ -60,7 +60,7 @@ def read_all(names: Sequence[str]) -> tuple[list[Trace], list[str]]:
     A name may give the rank of a profile: "3=profile.json". Raises UsageError for an unknown kind of file, for two
     timelines of one rank, and for a profile whose rank is unknown.
     """
-    found, notes = [], []
+    traces, notes = [], []
     for name in names:
         prefix = None if Path(name).exists() else _RANK_PREFIX.fullmatch(name)
         trace = read(name if prefix is None else prefix[2])
@@ -69,8 +69,8 @@ def read_all(names: Sequence[str]) -> tuple[list[Trace], list[str]]:
             continue
         if not trace.whole:
             notes.append(f"{name}: ends early, like the file of a killed job; its complete events are used")
-        found.append(trace if prefix is None else replace(trace, rank=int(prefix[1])))
-    timelines = sorted((trace for trace in found if trace.kind == COMMLIB), key=lambda trace: trace.rank)
+        traces.append(trace if prefix is None else replace(trace, rank=int(prefix[1])))
+    timelines = sorted((trace for trace in traces if trace.kind == COMMLIB), key=lambda trace: trace.rank)
     if not timelines:
         raise UsageError(
             "trace: none of these files is a timeline of commlib: write one with "
@@ -81,7 +81,7 @@ def read_all(names: Sequence[str]) -> tuple[list[Trace], list[str]]:
             raise UsageError(
                 f"trace: {one.path} and {other.path} are both of rank {one.rank}: pass the files of one run"
             )
-    profiles = [_assign_rank(trace, timelines) for trace in found if trace.kind != COMMLIB]
+    profiles = [_assign_rank(trace, timelines) for trace in traces if trace.kind != COMMLIB]
     return [*timelines, *profiles], notes
 
 
@@ -115,8 +115,8 @@ def read(path: str) -> Trace | None:
 
 
 def _args(event: dict[str, Any]) -> dict[str, Any]:
-    found = event.get("args")
-    return found if isinstance(found, dict) else {}
+    args = event.get("args")
+    return args if isinstance(args, dict) else {}
 
 
 def _commlib_trace(path: str, events: list[dict[str, Any]], heads: list[dict[str, Any]], *, whole: bool) -> Trace:

@@ -26,8 +26,8 @@ class IdleTime:
 
 def find_idle_times(story: RankActivity) -> list[IdleTime]:
     """Return the idle times of a rank's thread, in order. A wait within a wait is part of the outer one."""
-    found = [IdleTime(one.began, one.ended, one.key, one.verb) for one in story.operations if one.exposed]
-    found += [IdleTime(span.began, span.ended, span.key, span.name) for span in story.of("wait")]
+    result = [IdleTime(one.began, one.ended, one.key, one.verb) for one in story.operations if one.exposed]
+    result += [IdleTime(span.began, span.ended, span.key, span.name) for span in story.of("wait")]
     counts: dict[str, int] = {}
     for span in story.of("pipeline"):
         kind = str(span.facts.get("kind", ""))
@@ -35,16 +35,16 @@ def find_idle_times(story: RankActivity) -> list[IdleTime]:
             text = f"{span.facts.get('calls')} {kind[-1]}{span.facts.get('microbatch')} "
             text += f"{span.facts.get('peer')}>{span.facts.get('stage')}"
             counts[text] = counts.get(text, 0) + 1
-            found.append(IdleTime(span.began, span.ended, (text, counts[text]), "message of a pipeline"))
+            result.append(IdleTime(span.began, span.ended, (text, counts[text]), "message of a pipeline"))
     outer: list[IdleTime] = []
-    for one in sorted(found, key=lambda stand: (stand.began, -stand.ended)):
+    for one in sorted(result, key=lambda stand: (stand.began, -stand.ended)):
         if not outer or one.began >= outer[-1].ended:
             outer.append(one)
     return outer
 
 
 def find_lost_time(
-    rank: int, standing: Sequence[IdleTime], met: Sequence[MatchedCall]
+    rank: int, standing: Sequence[IdleTime], matched: Sequence[MatchedCall]
 ) -> tuple[Mapping[int, list[Interval]], dict[int, int]]:
     """Return the times when a rank was idle because another had not arrived, by the late rank; and how often for each.
 
@@ -54,7 +54,7 @@ def find_lost_time(
     begins, ends = [began for began, _ in still], [ended for _, ended in still]
     pieces: dict[int, list[Interval]] = {}
     often: dict[int, int] = {}
-    for meeting in met:
+    for meeting in matched:
         last = meeting.last(rank) if rank in meeting.parts else rank
         if last == rank:
             continue
@@ -63,8 +63,8 @@ def find_lost_time(
         near = still[
             bisect_right(ends, part.arrived) : bisect_left(begins, until)
         ]  # scanning all of it would take hours
-        waited = common(near, union([(part.arrived, until)]))
-        if length(waited) >= LATE:
-            pieces.setdefault(last, []).extend(waited)
+        waiting = common(near, union([(part.arrived, until)]))
+        if length(waiting) >= LATE:
+            pieces.setdefault(last, []).extend(waiting)
             often[last] = often.get(last, 0) + 1
-    return {last: union(found) for last, found in pieces.items()}, often
+    return {last: union(intervals) for last, intervals in pieces.items()}, often

@@ -55,8 +55,8 @@ class MatchedCall:
 
 def match_calls(stories: Sequence[RankActivity]) -> list[MatchedCall]:
     """Return the collectives recorded by two ranks or more, and the messages of pipelines, ordered by their ends."""
-    found = [*_collectives(stories), *_messages(stories)]
-    return sorted(found, key=lambda one: max(part.ended for part in one.parts.values()))
+    matched = [*_collectives(stories), *_messages(stories)]
+    return sorted(matched, key=lambda one: max(part.ended for part in one.parts.values()))
 
 
 def _collectives(stories: Iterable[RankActivity]) -> Iterable[MatchedCall]:
@@ -87,7 +87,7 @@ def _waits(one: TracedCall, ranks: frozenset[int]) -> dict[int, frozenset[int]]:
 
 def _messages(stories: Iterable[RankActivity]) -> Iterable[MatchedCall]:
     """Match the messages of pipelines: the n-th message of a microbatch between two stages is the same at both ends."""
-    sent: dict[tuple[str, int], tuple[int, TracedSpan]] = {}
+    sends: dict[tuple[str, int], tuple[int, TracedSpan]] = {}
     received: list[tuple[tuple[str, int], int, TracedSpan]] = []
     for story in stories:
         counts: defaultdict[str, int] = defaultdict(int)
@@ -102,12 +102,12 @@ def _messages(stories: Iterable[RankActivity]) -> Iterable[MatchedCall]:
             counts[kind + text] += 1
             key = text, counts[kind + text]
             if kind.startswith("SEND"):
-                sent[key] = story.rank, span
+                sends[key] = story.rank, span
             else:
                 received.append((key, story.rank, span))
     for key, rank, span in received:
-        if key in sent and sent[key][0] != rank:
-            peer, sending = sent[key]
+        if key in sends and sends[key][0] != rank:
+            peer, sending = sends[key]
             parts = {
                 peer: RankPart(sending.began, sending.began, sending.ended, exposed=True, row=sending.row),
                 rank: RankPart(span.began, span.began, span.ended, exposed=True, row=span.row),

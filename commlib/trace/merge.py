@@ -27,9 +27,9 @@ _ARROW = 10_000  # ns: shorter waits get no arrow
 
 
 def merge_events(
-    traces: Sequence[Trace], stories: Sequence[RankActivity], alignment: Alignment, met: Sequence[MatchedCall] = ()
+    traces: Sequence[Trace], stories: Sequence[RankActivity], alignment: Alignment, matched: Sequence[MatchedCall] = ()
 ) -> list[TraceEvent]:
-    """Return the events of one trace, by time. stories, met: on the common clock; arrows are drawn for `met`."""
+    """Return the events of one trace, by time. stories, matched: on the common clock; `matched` are drawn as arrows."""
     timelines = {trace.rank: trace for trace in traces if trace.kind == COMMLIB}
     named: list[TraceEvent] = []
     events: list[tuple[int, TraceEvent]] = []
@@ -52,7 +52,7 @@ def merge_events(
     for story in stories:
         named.append(_row(story.rank, _EXPOSED, "exposed wait"))
         events += _wait_events(story)
-    events += _arrows(met, {story.rank: story for story in stories})
+    events += _arrows(matched, {story.rank: story for story in stories})
     events.sort(key=lambda pair: pair[0])
     first = events[0][0] if events else 0
     return [*named, *({**event, "ts": round((time - first) / 1e3, 3)} for time, event in events)]
@@ -133,8 +133,8 @@ def _wait_events(story: RankActivity) -> Iterator[tuple[int, TraceEvent]]:
             yield began, {"ph": "X", "pid": story.rank, "tid": _EXPOSED, "name": name, "cat": "wait", "dur": length}
 
 
-def _arrows(met: Sequence[MatchedCall], stories: Mapping[int, RankActivity]) -> Iterator[tuple[int, TraceEvent]]:
-    for number, meeting in enumerate(met):
+def _arrows(matched: Sequence[MatchedCall], stories: Mapping[int, RankActivity]) -> Iterator[tuple[int, TraceEvent]]:
+    for number, meeting in enumerate(matched):
         for rank, part in meeting.parts.items():
             last = meeting.last(rank)
             late = meeting.parts[last]

@@ -20,9 +20,8 @@ _NEGOTIATE = "NEGOTIATE_"
 class TracedCall:
     """One operation of a rank. Times: ns of the file's clock, or of the common one.
 
-    queued: when it was launched. arrived: when this rank was ready for it: it had requested a named operation, or the
-    turn of another operation had come. exposed: it ran in its caller's thread. key: ("", 0) for messages. row: in the
-    file.
+    queued: when it was launched. arrived: when this rank was ready for it: it had requested a named operation, or
+    another operation had its turn. exposed: it ran in its caller's thread. key: ("", 0) for messages. row: in the file.
     """
 
     rank: int
@@ -90,10 +89,10 @@ class RankActivity:
 
 def read_activity(trace: Trace) -> RankActivity:
     """Return the operations and spans of a timeline. Unfinished ones end at the end of the file."""
-    found = _TimelineReader(trace)
+    reader = _TimelineReader(trace)
     for event in trace.events:
-        found.take(event)
-    return found.story()
+        reader.take(event)
+    return reader.story()
 
 
 @dataclass(slots=True)
@@ -211,5 +210,5 @@ class _TimelineReader:
 
 
 def _args(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = event.get("args")
-    return found if isinstance(found, dict) else {}
+    args = event.get("args")
+    return args if isinstance(args, dict) else {}

@@ -35,14 +35,14 @@ def parse(data: bytes) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
     """
     text = unpack(data).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError:
         return _cut_off(text)
-    if isinstance(found, dict) and isinstance(found.get("traceEvents"), list):
-        events = found.pop("traceEvents")
-        return _events(events), found, True
-    if isinstance(found, list):
-        return _events(found), {}, True
+    if isinstance(document, dict) and isinstance(document.get("traceEvents"), list):
+        events = document.pop("traceEvents")
+        return _events(events), document, True
+    if isinstance(document, list):
+        return _events(document), {}, True
     raise ValueError("neither an array of events nor an object with one under 'traceEvents'")
 
 
@@ -59,15 +59,15 @@ def _cut_off(text: str) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
     else:
         raise ValueError("not JSON that begins like a trace")
     decoder = json.JSONDecoder()
-    found: list[Any] = []
+    events: list[Any] = []
     while True:
         at = _NEXT.match(text, at).end()  # type: ignore[union-attr]  # it matches any text
         try:
             event, at = decoder.raw_decode(text, at)
         except ValueError:
-            return _events(found), facts, False
-        found.append(event)
+            return _events(events), facts, False
+        events.append(event)
 
 
-def _events(found: list[Any]) -> list[dict[str, Any]]:
-    return [event for event in found if isinstance(event, dict) and "ph" in event]
+def _events(items: list[Any]) -> list[dict[str, Any]]:
+    return [event for event in items if isinstance(event, dict) and "ph" in event]

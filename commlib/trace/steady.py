@@ -1,4 +1,4 @@
-"""Steady steps: the part of a run that advice is about, without start-up and without what follows the last step."""
+"""Steady steps: the part of a run for advice, without start-up and without the time after the last step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SteadySteps:
     """The activity of the ranks in the steps after start-up. Units: ns.
 
     first: the number of the first of these steps, from 1; 0 if no steps are marked, so that nothing is left out.
-    start_up: what precedes it. after: what follows the last step.
+    start_up: the time before it. after: the time after the last step.
     """
 
     stories: tuple[RankActivity, ...]

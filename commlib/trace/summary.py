@@ -81,8 +81,8 @@ class StepFigures:
 class LeftOut:
     """The part of a run that the advice leaves out. Units: seconds.
 
-    start_up: until the end of step number `steps`, 0 if no steps are marked. after: what follows the last step. small:
-    what is too small a share of a step, with its share.
+    start_up: until the end of step number `steps`, 0 if no steps are marked. after: from the end of the last step.
+    small: subjects with too small a share of a step, with their shares.
     """
 
     steps: int
@@ -124,24 +124,26 @@ def summarise(stories: Sequence[RankActivity], notes: Sequence[str] = ()) -> Sum
     advice = advise(_figures(_analyse(steady.stories) if steady.first else run))
     left_out = LeftOut(max(0, steady.first - 1), steady.start_up / 1e9, steady.after / 1e9, tuple(advice.small))
     ranks = tuple(run.ranks)
-    return Summary(ranks, tuple(verbs), steps, len(run.met), tuple(advice.texts), left_out, tuple(notes))
+    return Summary(ranks, tuple(verbs), steps, len(run.matched), tuple(advice.texts), left_out, tuple(notes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Analysis:
-    """The activities of ranks in some time, and what follows from them."""
+    """The activities of ranks in some time, and the results of their analysis."""
 
     stories: Sequence[RankActivity]
-    met: list[MatchedCall]
-    stood: dict[int, list[IdleTime]]
+    matched: list[MatchedCall]
+    idle_times: dict[int, list[IdleTime]]
     ranks: list[RankFigures]
 
 
 def _analyse(stories: Sequence[RankActivity]) -> _Analysis:
-    met = match_calls(stories)
-    stood = {story.rank: find_idle_times(story) for story in stories}
-    lost_for = {story.rank: find_lost_time(story.rank, stood[story.rank], met) for story in stories}
-    return _Analysis(stories, met, stood, [_rank(story, stood[story.rank], lost_for) for story in stories])
+    matched = match_calls(stories)
+    idle_times = {story.rank: find_idle_times(story) for story in stories}
+    lost_for = {story.rank: find_lost_time(story.rank, idle_times[story.rank], matched) for story in stories}
+    return _Analysis(
+        stories, matched, idle_times, [_rank(story, idle_times[story.rank], lost_for) for story in stories]
+    )
 
 
 def _seconds(pieces: Sequence[Interval]) -> float:
@@ -156,9 +158,9 @@ def _rank(story: RankActivity, standing: Sequence[IdleTime], lost_for: LostTimes
     still = union((one.began, one.ended) for one in standing)
     communication = union([*busy, *still])
     pieces, _ = lost_for[story.rank]
-    waited = union(piece for some in pieces.values() for piece in some)
-    others = [found for rank, found in lost_for.items() if rank != story.rank]
-    exposed, all_of_it, in_vain = _seconds(still), _seconds(communication), _seconds(waited)
+    waiting = union(piece for some in pieces.values() for piece in some)
+    others = [lost for rank, lost in lost_for.items() if rank != story.rank]
+    exposed, all_of_it, in_vain = _seconds(still), _seconds(communication), _seconds(waiting)
     return RankFigures(
         rank=story.rank,
         span=(story.end - story.start) / 1e9,
@@ -167,30 +169,30 @@ def _rank(story: RankActivity, standing: Sequence[IdleTime], lost_for: LostTimes
         hidden=all_of_it - exposed,
         lost=in_vain,
         moving=exposed - in_vain,
-        lost_for={last: _seconds(found) for last, found in sorted(pieces.items())},
+        lost_for={last: _seconds(lost) for last, lost in sorted(pieces.items())},
         came_last=sum(often.get(story.rank, 0) for _, often in others),
-        kept_waiting=sum(_seconds(found.get(story.rank, [])) for found, _ in others),
+        kept_waiting=sum(_seconds(lost.get(story.rank, [])) for lost, _ in others),
         codec=_seconds(union((span.began, span.ended) for span in story.of("codec"))),
         packing=_seconds(union((span.began, span.ended) for span in story.of("pack"))),
     )
 
 
 def _verbs(operations: Sequence[TracedCall]) -> list[VerbFigures]:
-    found: dict[str, list[TracedCall]] = defaultdict(list)
+    calls: dict[str, list[TracedCall]] = defaultdict(list)
     for one in operations:
-        found[one.verb].append(one)
+        calls[one.verb].append(one)
     figures = [
         VerbFigures(
             verb, len(some), sum(max(one.nbytes, 0) for one in some), sum(one.ended - one.began for one in some) / 1e9
         )
-        for verb, some in found.items()
+        for verb, some in calls.items()
     ]
     return sorted(figures, key=lambda verb: -verb.seconds)
 
 
 def _steps(run: _Analysis, marks: StepMarks) -> StepFigures:
     stories, who, ends = run.stories, marks.by, marks.ends
-    paths = CriticalPaths(run.stood, run.met)
+    paths = CriticalPaths(run.idle_times, run.matched)
     if not ends:
         start = min(story.start for story in stories)
         last = max(stories, key=lambda story: story.end)
@@ -211,11 +213,11 @@ def _steps(run: _Analysis, marks: StepMarks) -> StepFigures:
     return StepFigures(who, count, middle / 1e9, typical, path)
 
 
-def _moving(met: Sequence[MatchedCall]) -> int:
+def _moving(matched: Sequence[MatchedCall]) -> int:
     """Return how long ranks were in collectives after the last one had arrived, summed over all ranks."""
     return sum(
         max(0, part.ended - max(one.arrived for one in meeting.parts.values()))
-        for meeting in met
+        for meeting in matched
         for part in meeting.parts.values()
     )
 
@@ -230,26 +232,26 @@ def _idle_in_queue(operations: Sequence[TracedCall], still: Mapping[int, list[In
 
 def _figures(part: _Analysis) -> dict[str, float | int | str]:
     """Return the figures for the rules of `advice`. Names that end in "_of_step" are shares of all ranks' time."""
-    stories, ranks, met = part.stories, part.ranks, part.met
+    stories, ranks, matched = part.stories, part.ranks, part.matched
     operations = [one for story in stories for one in story.operations]
     span = sum(rank.span for rank in ranks) or 1.0
     inside = sum(rank.communication for rank in ranks) or 1.0
     all_lost = sum(rank.lost for rank in ranks)
     worst = max(ranks, key=lambda rank: rank.kept_waiting)
-    kept = sum(rank.kept_waiting for rank in ranks) or 1.0
+    total_wait = sum(rank.kept_waiting for rank in ranks) or 1.0
     named = [one for one in operations if "by name" in one.key[0]]
     others = [one for one in operations if "by name" not in one.key[0]]
     stage_waits = [s for story in stories for s in story.of("pipeline") if str(s.facts.get("kind")).startswith("RECV")]
-    still = {rank: union((one.began, one.ended) for one in idle) for rank, idle in part.stood.items()}
-    small_moving = _moving([one for one in met if 0 <= one.nbytes <= _SMALL])
+    still = {rank: union((one.began, one.ended) for one in idle) for rank, idle in part.idle_times.items()}
+    small_moving = _moving([one for one in matched if 0 <= one.nbytes <= _SMALL])
     of_stages = [story for story in stories if story.of("pipeline")]
     figures: dict[str, float | int | str] = {
         "lost_share": all_lost / span,
         "worst": worst.rank,
-        "worst_share": worst.kept_waiting / kept,
+        "worst_share": worst.kept_waiting / total_wait,
         "moving_share": sum(rank.moving for rank in ranks) / span,
         "exposed_share": sum(rank.exposed for rank in ranks) / span,
-        "small_share": small_moving / (_moving(met) or 1),
+        "small_share": small_moving / (_moving(matched) or 1),
         "small_of_step": min(small_moving / 1e9, sum(rank.moving for rank in ranks)) / span,
         "codec_share": sum(rank.codec for rank in ranks) / inside,
         "codec_of_step": sum(rank.codec for rank in ranks) / span,

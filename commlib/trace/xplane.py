@@ -41,13 +41,13 @@ def read_xplane(data: bytes) -> tuple[int, list[dict[str, Any]]]:
     planes = [value for number, value in _fields(data, whole=False) if number == _PLANES]
     if not planes or not all(isinstance(plane, bytes) for plane in planes):
         raise ValueError("not a profile: it has no planes")
-    found = [list(_fields(plane)) for plane in planes]
-    lines = [dict(_fields(value)) for plane in found for number, value in plane if number == _LINES]
+    parsed = [list(_fields(plane)) for plane in planes]
+    lines = [dict(_fields(value)) for plane in parsed for number, value in plane if number == _LINES]
     first = min((line.get(_LINE_TIME, 0) for line in lines if _LINE_EVENTS in line), default=0)
-    start = next((value for plane in found if (value := _start_of(plane))), first)
+    start = next((value for plane in parsed if (value := _start_of(plane))), first)
     if start < _YEAR_2000:
         raise ValueError("a profile without a start time")
-    for pid, fields in enumerate(found):
+    for pid, fields in enumerate(parsed):
         events += _plane(pid, fields, start if first >= _YEAR_2000 else 0)
     return start, events
 

@@ -200,12 +200,12 @@ class Transport(Protocol):
     def share(self, nbytes: int, gather: Gather) -> SharedMemory:
         """Collective over a group on one node: return `nbytes` of zeroed shared memory per rank.
 
-        `gather` all-gathers a picklable value of each rank; it may raise to give up.
+        `gather` all-gathers a picklable value of each rank; it may raise to cancel the call.
         """
         ...
 
     def close(self, *, met: bool = True) -> None:
-        """Release the group. Collective. met: all ranks take part, so they first receive unmatched messages."""
+        """Release the group. Collective. met: all ranks participate, so they first receive unmatched messages."""
         ...
 
     @property

@@ -74,12 +74,12 @@ def _by_functions(library: Any) -> Answer:
             False, "opal_cuda_support is off: built without CUDA, or turned off by OMPI_MCA_opal_cuda_support"
         )
     if (query := getattr(library, "MPIX_GPU_query_support", None)) is not None:
-        found = ctypes.c_int()
-        if query(ctypes.c_int(_CUDA), ctypes.byref(found)) == 0:
-            return Answer(bool(found.value), f"MPIX_GPU_query_support says {found.value} for CUDA")
+        flag = ctypes.c_int()
+        if query(ctypes.c_int(_CUDA), ctypes.byref(flag)) == 0:
+            return Answer(bool(flag.value), f"MPIX_GPU_query_support returns {flag.value} for CUDA")
     if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
         reply = query()
-        return Answer(bool(reply), f"MPIX_Query_cuda_support says {reply}")
+        return Answer(bool(reply), f"MPIX_Query_cuda_support returns {reply}")
     return Answer(None, "it has neither MPIX_Query_cuda_support nor MPIX_GPU_query_support")
 
 

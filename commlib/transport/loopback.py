@@ -75,13 +75,13 @@ class Network:
                 self.posted[queue][key].append(message)
                 return message
             partner = partners.popleft()
-            sent, received = (message, partner) if queue == "send" else (partner, message)
-            sent.nbytes = received.nbytes = len(sent.buffer)
-            if len(sent.buffer) > len(received.buffer):
+            sending, received = (message, partner) if queue == "send" else (partner, message)
+            sending.nbytes = received.nbytes = len(sending.buffer)
+            if len(sending.buffer) > len(received.buffer):
                 received.nbytes = -1
             else:
-                received.buffer[: len(sent.buffer)] = sent.buffer
-            sent.done = received.done = True
+                received.buffer[: len(sending.buffer)] = sending.buffer
+            sending.done = received.done = True
             self.changed.notify_all()
         return message
 
@@ -236,14 +236,14 @@ class LoopbackTransport:
     def discard(self) -> None:
         """Do nothing: unmatched messages are freed with the network, in this process's memory."""
 
-    def _meet(self, what: str, value: Any) -> list[Any]:
+    def _gather_values(self, what: str, value: Any) -> list[Any]:
         meeting = what, self._world
         self._meetings[meeting] += 1
         key = self._context, *meeting, self._meetings[meeting]
         return self._network.meet(key, self.rank, self.size, value)
 
     def split(self, color: int, key: int) -> LoopbackTransport | None:
-        wishes = self._meet("split", (color, key, self.rank, self._network.new_context()))
+        wishes = self._gather_values("split", (color, key, self.rank, self._network.new_context()))
         group = sorted((k, r) for c, k, r, _ in wishes if c == color)
         if color < 0:
             return None
@@ -260,7 +260,7 @@ class LoopbackTransport:
     def share(self, nbytes: int, gather: Gather) -> SharedMemory:
         own = np.zeros(nbytes + 64, np.uint8)
         base = (own.ctypes.data + 63) // 64 * 64
-        parts = self._meet("share", (own, base))
+        parts = self._gather_values("share", (own, base))
         return LoopbackSharedMemory([part for part, _ in parts], [base for _, base in parts], nbytes)
 
     def close(self, *, met: bool = True) -> None:

@@ -31,7 +31,7 @@ from commlib.transport.mpi_requests import MpiProbedReceive, MpiRequest, Unmatch
 from commlib.transport.polling import poll
 
 # MPI counts are C ints before MPI 4: both sides cut longer messages into pieces. The last piece is shorter than the
-# others, possibly empty, so a receiver that does not know the length recognises the end of the message.
+# others, possibly empty, so a receiver without the length recognises the end of the message.
 LONGEST = 1 << 30
 
 _FEWEST_TAGS = 1 << 19  # with fewer tags each space gets a separate communicator

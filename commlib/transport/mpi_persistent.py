@@ -53,7 +53,7 @@ class MpiRound:
     def run(self, on_wait: WaitHook) -> None:
         requests = self._requests
         if requests is None:
-            raise TransportError("MPI: these messages were given up in flight, and cannot be sent again")
+            raise TransportError("MPI: these messages were abandoned in flight, and cannot be sent again")
         try:
             _start_all(requests)
             for _ in range(EAGER):

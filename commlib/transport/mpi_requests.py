@@ -89,11 +89,11 @@ class MpiProbedReceive:
     truncated). Receives of one peer and tag match messages in the order of their creation.
     """
 
-    __slots__ = ("_buffer", "_kept", "_key", "_pieces", "_unmatched", "nbytes")
+    __slots__ = ("_buffer", "_key", "_owner", "_pieces", "_unmatched", "nbytes")
 
-    def __init__(self, unmatched: UnmatchedReceives, peer: int, tag: int, buffer: Any, kept: Any) -> None:
-        """buffer: sliceable memory for mpi4py; kept: the owner of the memory."""
-        self._unmatched, self._key, self._buffer, self._kept = unmatched, (peer, tag), buffer, kept
+    def __init__(self, unmatched: UnmatchedReceives, peer: int, tag: int, buffer: Any, owner: Any) -> None:
+        """buffer: sliceable memory for mpi4py; owner: the owner of the memory."""
+        self._unmatched, self._key, self._buffer, self._owner = unmatched, (peer, tag), buffer, owner
         self._pieces: list[tuple[MpiRequest, int]] = []  # each received piece, and the room for it
         self.nbytes = 0
         unmatched.receives[self._key].append(self)
@@ -123,7 +123,7 @@ class MpiProbedReceive:
                 start = len(self._pieces) * longest
                 room = self._buffer[start : start + longest]
                 into = room if length <= len(room) else memoryview(bytearray(length))
-                request = MpiRequest((into, self._kept))
+                request = MpiRequest((into, self._owner))
                 request.add(message.Irecv([into[:length], MPI.BYTE]))
                 self._pieces.append((request, len(room)))
                 if length < longest:

@@ -11,12 +11,12 @@ _SHARE = 1 / 200
 _MOST, _FEWEST = 20, 5  # naps of one call of a compiled loop: about 1 ms of short ones, at most 10 ms
 
 
-def nap_seconds(waited: float) -> float:
-    """Return the length of the next nap in seconds, after a wait of `waited` seconds."""
-    return min(max(waited * _SHARE, SHORTEST_NAP), LONGEST_NAP)
+def nap_seconds(elapsed: float) -> float:
+    """Return the length of the next nap in seconds, after a wait of `elapsed` seconds."""
+    return min(max(elapsed * _SHARE, SHORTEST_NAP), LONGEST_NAP)
 
 
-def kernel_naps(waited: float) -> tuple[int, int]:
+def kernel_naps(elapsed: float) -> tuple[int, int]:
     """Return how many naps a compiled loop takes before it returns to Python, and their length in microseconds."""
-    nap = nap_seconds(waited)
+    nap = nap_seconds(elapsed)
     return max(round(_MOST * SHORTEST_NAP / nap), _FEWEST), round(nap * 1e6)

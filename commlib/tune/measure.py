@@ -1,4 +1,4 @@
-"""Measure a cluster: its links, and the time of each algorithm in each scope in which it may be chosen."""
+"""Measure a cluster: its links, and the time of each algorithm in each scope where it may be chosen."""
 
 from __future__ import annotations
 
@@ -198,9 +198,9 @@ def _call(place: Scope, verb: str, name: str, nbytes: int) -> TimedCall | None:
 def _zeros(device: Device | None, count: int) -> Any:
     if device is None:
         return np.zeros(count, np.float32)
-    made = device.empty((count,), np.dtype(np.float32))
-    device.kernels.fill(device.wrap(made, "measure"), 0)
-    return made
+    array = device.empty((count,), np.dtype(np.float32))
+    device.kernels.fill(device.wrap(array, "measure"), 0)
+    return array
 
 
 def _run_to_completion(device: Device, group: Communicator, call: TimedCall) -> None:

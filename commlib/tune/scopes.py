@@ -12,11 +12,11 @@ from commlib.devices.protocol import Device
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Groups that exchange messages at the same time; `group` is this rank's, None if it does not take part.
+    """Groups that exchange messages at the same time; `group` is this rank's, None if it does not participate.
 
     On one node `nodes` is 1 and the group has `ranks_per_node` ranks. Between nodes the group has one rank of each
     node, and `ranks_per_node` groups share the network cards. The groups are used for data of `smallest` to `largest`
-    bytes. device: of the arrays, None for host memory; with a device, one group of all ranks takes part.
+    bytes. device: of the arrays, None for host memory; with a device, one group of all ranks participates.
     """
 
     nodes: int
@@ -46,7 +46,7 @@ class Cluster:
 def survey(comm: Communicator) -> Cluster:
     """Make the groups that a collective of `comm` uses: nodes, one rail, and all rails at once. Collective.
 
-    Nodes with another number of ranks than the first do not take part in its measurements.
+    Nodes with another number of ranks than the first do not participate in its measurements.
     """
     topology = comm.topology
     first, *others = topology.nodes

@@ -38,7 +38,7 @@ class Stopwatch:
     def times(self, call: TimedCall | None, repetitions: int) -> list[float]:
         """Return the slowest rank's seconds for each repetition. Each starts after a barrier. Collective.
 
-        call: None on a rank that does not take part.
+        call: None on a rank that does not participate.
         """
         spent = np.zeros(repetitions)
         for index in range(repetitions):
@@ -58,12 +58,12 @@ class Stopwatch:
         end = begun - min(share, begun)  # of the budget
         self.times(call, 1)  # sets up buffers, connections and programs
         before = self.left
-        found = self.times(call, 1)
-        while len(found) < MOST_REPETITIONS and (left := self.left) > end:
-            each = (before - left) / len(found)
+        times = self.times(call, 1)
+        while len(times) < MOST_REPETITIONS and (left := self.left) > end:
+            each = (before - left) / len(times)
             # Not all at once: the first call may have been faster than the later ones.
-            repetitions = min(int((left - end) / max(each, 1e-9)), 2 * len(found), MOST_REPETITIONS - len(found))
+            repetitions = min(int((left - end) / max(each, 1e-9)), 2 * len(times), MOST_REPETITIONS - len(times))
             if repetitions < 1:
                 break
-            found += self.times(call, repetitions)
-        return found
+            times += self.times(call, repetitions)
+        return times

@@ -12,6 +12,6 @@ set -e
 
 trap : TERM  # scancel and the time limit also signal the ranks: let them end
 
-# pmix for Open MPI, pmi2 for MPICH and its relatives; commlib.init says if it is the wrong one.
+# pmix for Open MPI, pmi2 for MPICH and its relatives; commlib.init reports if it is the wrong one.
 # Without --kill-on-bad-exit the other ranks wait forever for a dead rank.
 srun --mpi="${MPI_TYPE:-pmix}" --kill-on-bad-exit=1 "$@"

@@ -77,7 +77,7 @@ def test_the_libraries_of_wheels_say_no(mpirun, tmp_path):
     said, logged = start(mpirun, gpus(tmp_path, "crashes"), "...")
     assert said == ["takes it: False"] * 2
     assert logged.startswith("commlib INFO: GPU data goes through host memory: MPI cannot use GPU memory (")
-    assert "opal_cuda_support is off" in logged or "MPIX_GPU_query_support says 0" in logged
+    assert "opal_cuda_support is off" in logged or "MPIX_GPU_query_support returns 0" in logged
 
 
 @pytest.mark.any_mpi

@@ -35,7 +35,7 @@ class Owner(Protocol):
     """The owner of a group's channels."""
 
     def look(self, peer: int) -> None:
-        """Ask for the control messages of another rank, and free unused channels. Never blocks."""
+        """Poll for the control messages of another rank, and free unused channels. Never blocks."""
         ...
 
     def end(self, ends: ChannelEnds, reason: str) -> None:
@@ -51,8 +51,8 @@ class Channel:
     caller may read and write the view until `release`; after that a later message may overwrite it. Each message may
     have a different shape. Different threads may send and receive at the same time.
 
-    Errors are those of collectives: MismatchError if the two sides opened the channel differently, PeerError if the
-    other rank is gone or has given up the channel, StallError after COMMLIB_TIMEOUT, ShutdownError after `shutdown`.
+    Errors are as for collectives: MismatchError if the two sides opened the channel differently, PeerError if the
+    other rank has ended or has abandoned the channel, StallError after COMMLIB_TIMEOUT, ShutdownError after `shutdown`.
     After any error but UsageError the channel fails in both directions, on both ranks. The group and its other channels
     stay usable.
     """
@@ -262,7 +262,7 @@ class Channel:
         shape is larger than all before, the array is ordinary memory, which `send` copies.
 
         Args:
-            shape: The lengths of the message; None: those of the last message sent.
+            shape: The lengths of the message; None: the same as the last message sent.
 
         Examples:
             >>> edge = comm.channel(1 - comm.rank, "buffer", 3)
@@ -384,7 +384,7 @@ class Channel:
     def _refuse_unreachable(self, what: str) -> None:
         """Raise an error if the other side can no longer receive messages."""
         if (bye := self.ends.bye()) is not None:
-            self._raise_gone(what, bye)
+            self._raise_closed(what, bye)
         if self.ends.unreachable:
             raise TransportError(f"{self._group.name}: {what}: {self.ends.unreachable}")
 
@@ -395,10 +395,10 @@ class Channel:
         error.add_note(f"commlib: {what}: not run on rank {self._group.rank}: an earlier call failed")
         raise error
 
-    def _raise_gone(self, what: str, bye: Any) -> NoReturn:
+    def _raise_closed(self, what: str, bye: Any) -> NoReturn:
         self.ends.outgoing.halt(yes=True)
         error = PeerError(
-            f"{self._group.name}: {what}: rank {self._group.rank}: waited for a rank that will not come: rank "
+            f"{self._group.name}: {what}: rank {self._group.rank}: waited for a rank that will never arrive: rank "
             f"{self.peer} {bye['why']}"
         )
         error.missing = {self.peer: bye["why"]}
@@ -417,7 +417,7 @@ class Channel:
             # Messages that were sent before the end can still be received.
             if bye is not None and (end is self.ends.outgoing or end.count >= bye["sent"]) and not _has_arrived(end):
                 try:
-                    self._raise_gone(what, bye)
+                    self._raise_closed(what, bye)
                 except PeerError as error:
                     mild.append(error)
                     raise

@@ -63,7 +63,7 @@ class DeviceChannel:
         self._is_sending = self._is_receiving = False
         self._received = 0
         self._next: Array | None = None  # the host part of a message that arrived while device memory was missing
-        self._held: dict[int, tuple[DeviceArray, Array]] = {}  # by address of the array that `recv` returned
+        self._unreleased: dict[int, tuple[DeviceArray, Array]] = {}  # by address of the array that `recv` returned
 
     def __repr__(self) -> str:
         return f"<DeviceChannel of {self.device.name} over {self._channel!r}>"
@@ -182,8 +182,8 @@ class DeviceChannel:
                 self._next = self._channel.recv(timeout)
             message = self._next
             head, payload = Header.read(message)
-            made = self.device.empty(head.shape, self.dtype)
-            into = self.device.wrap(made, "recv")
+            array = self.device.empty(head.shape, self.dtype)
+            into = self.device.wrap(array, "recv")
             with self._all_or_fail(what):
                 self._received += 1
                 if self._received != self.ends.incoming.count:
@@ -198,8 +198,8 @@ class DeviceChannel:
                         self._edge.incoming.switch_memory(head.news.decode())
                     self._edge.incoming.take(into)
                     self._watch()
-                self._next, self._held[into.address] = None, (into, message)
-            return Message(made, head.tag, head.note)
+                self._next, self._unreleased[into.address] = None, (into, message)
+            return Message(array, head.tag, head.note)
 
     def release(self, view: Any = None) -> None:
         """Release an array that `recv` returned (or a part of it). Without an argument: release all received messages.
@@ -210,14 +210,14 @@ class DeviceChannel:
             view: An array that `recv` returned, or a part of it; None: all received messages.
         """
         if view is None:
-            held, self._held = self._held, {}
-            for _, message in held.values():
+            views, self._unreleased = self._unreleased, {}
+            for _, message in views.values():
                 self._channel.release(message)
             return
         array = self.device.wrap(view, "release", "view") if device_of(view) is self.device else None
-        for address, (into, message) in list(self._held.items()):
+        for address, (into, message) in list(self._unreleased.items()):
             if array is not None and address <= array.address < address + max(into.nbytes, 1):
-                del self._held[address]
+                del self._unreleased[address]
                 self._channel.release(message)
                 return
         raise UsageError(
@@ -232,7 +232,7 @@ class DeviceChannel:
         send it before any other message. Waits for room as `send` does.
 
         Args:
-            shape: The lengths of the message; None: those of the last message sent.
+            shape: The lengths of the message; None: the same as the last message sent.
             timeout: Seconds; None: without a limit.
         """
         what = f"buffer of {self.text}{self.purpose()}"
@@ -244,8 +244,8 @@ class DeviceChannel:
                 return self.device.empty(lengths, self.dtype)
             nbytes = math.prod(lengths) * self.dtype.itemsize
             out.reserve(nbytes)
-            lent = out.lend(nbytes)
-            return self.device.at(lent.address, lengths, self.dtype, lent.owner)
+            array = out.lend(nbytes)
+            return self.device.at(array.address, lengths, self.dtype, array.owner)
 
     def ready(self) -> bool:
         """Return whether `recv` would return immediately. Never blocks."""

@@ -44,7 +44,7 @@ class ChannelEnds:
         self.incoming: Inbox | PostedReceives = incoming
         self._tag = tag
         self._connecting = threading.RLock()
-        self.is_connected = self._has_met = False
+        self.is_connected = self._has_handshaken = False
         self.unreachable = ""  # why sends are impossible, or ""
         self.has_notified = self.is_closed = False
         """Whether this side has ended and notified the other; whether it has freed its memory."""
@@ -90,7 +90,7 @@ class ChannelEnds:
             return self.is_connected or self._try_connect(group, text)
 
     def _try_connect(self, group: Group, text: str) -> bool:
-        if not self._has_met and not self._meet(group, text):
+        if not self._has_handshaken and not self._handshake(group, text):
             return False
         if self.device is not None:
             verdict = self.mailbox.letter(self.address, "device")
@@ -102,7 +102,7 @@ class ChannelEnds:
         self.is_connected = True
         return True
 
-    def _meet(self, group: Group, text: str) -> bool:
+    def _handshake(self, group: Group, text: str) -> bool:
         """Process the other side's hello if it has arrived; return whether it has."""
         peer = self.address.peer
         hello = self.mailbox.letter(self.address, "hello")
@@ -131,7 +131,7 @@ class ChannelEnds:
             self.device.meet(hello["device"])
             self.mailbox.post(self.address, "device", **self.device.verdict())
             self.mailbox.expect(self.address, "device")
-        self._has_met = True
+        self._has_handshaken = True
         return True
 
     def bye(self) -> dict[str, Any] | None:
@@ -139,7 +139,7 @@ class ChannelEnds:
         return self.mailbox.letter(self.address, "bye")
 
     def may_be_received(self) -> bool:
-        """Return whether the other side may still receive messages, as far as is known; ask for its next message."""
+        """Return whether the other side may still receive messages, as far as is known; poll for its next message."""
         self.mailbox.ask(self.address.peer)
         return not self.is_closed and self.bye() is None
 

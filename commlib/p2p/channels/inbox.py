@@ -28,7 +28,7 @@ from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import WaitHook
 
 _take, _hand_back = entry_point(kernels.take), entry_point(kernels.release, 2)
-_has_come, _hand_back_slot = entry_point(kernels.has_arrived), entry_point(kernels.release_slot, 2)
+_has_arrived, _hand_back_slot = entry_point(kernels.has_arrived), entry_point(kernels.release_slot, 2)
 
 
 class Inbox(NodeEnd):
@@ -57,11 +57,11 @@ class Inbox(NodeEnd):
     is_half_way = False  # a message is received in one step
 
     def connect(self) -> None:
-        """Connect; the first messages have the shape that both ends know."""
+        """Connect; the first messages have the shape that both ends have agreed on."""
         self._end[kernels.SPEC] = 1
 
     def has_arrived(self) -> bool:
-        return bool(_has_come(self.at))
+        return bool(_has_arrived(self.at))
 
     def recv(self, text: str, on_wait: WaitHook) -> Array | None:
         """Receive the next message and return its view; None if the end is halted.

@@ -29,7 +29,7 @@ _WAITING_FIELDS = [kernels.SPINS, kernels.YIELDS, kernels.NAPS, kernels.NAP_MICR
 _STREAMED_BYTES = 8 << 20
 
 _ALIGNMENT, _PAGE = 128, 4096
-GROWTH = 1.5  # the least factor by which slots grow, so they seldom grow
+GROWTH = 1.5  # the least factor by which slots grow, so they rarely grow
 BLOCK_BYTES = 128  # before the headers: int64 counts of the peer's memories that each side has mapped
 MAPPED_BY_SENDER, MAPPED_BY_RECEIVER = 0, 8
 

@@ -45,7 +45,7 @@ class Outbox(NodeEnd):
         super().__init__(form, shape, dtype, depth, spins)
         self._is_named = is_named
         self._larger: dict[int, PeerMemory] = {}  # memory for messages that are too long for the inbox, by number
-        self._made = 0  # how many of these were made
+        self._created = 0  # how many of these were made
         self._owner = 0  # the thread that has reserved a slot
         self.put = _put if form.is_plain and ARRAYS_ARE_WHERE_EXPECTED else ask_python_too
         self.lent: list[Array] = []
@@ -108,8 +108,8 @@ class Outbox(NodeEnd):
         if nbytes > self._room():
             self.tidy()
             stride = stride_of(max(nbytes, int(GROWTH * self._room())))
-            larger = self._larger[self._made] = PeerMemory(self.depth * stride, is_named=self._is_named)
-            self._made += 1
+            larger = self._larger[self._created] = PeerMemory(self.depth * stride, is_named=self._is_named)
+            self._created += 1
         text = json.dumps({"shape": shape, "memory": larger and larger.place}).encode()
         self._records[slot][: len(text) + 1] = np.frombuffer(text + b"\0", np.uint8)
         if larger is not None:

@@ -43,7 +43,7 @@ class PostedReceives(PostedEnd):
         self._tag = tag
         self._ring = np.zeros(self._depth, np.int64)  # slots in the order in which messages arrive
         self._end[RING] = address_of(self._ring)
-        self._held_before: list[Array] = []  # unreleased views of earlier, smaller memory
+        self._old_views: list[Array] = []  # unreleased views of earlier, smaller memory
         self.views: list[Array] = []
         """The view for each slot number that `take` returns."""
         self.take = _take if self._is_compiled else ask_python
@@ -73,12 +73,12 @@ class PostedReceives(PostedEnd):
         self._ring[(self._end[FIRST] + self._end[POSTED]) % self._depth] = number
         self._end[POSTED] += 1
 
-    def _awaited(self) -> list[PostedSlot]:
+    def _pending_slots(self) -> list[PostedSlot]:
         """Return the slots with posted receives, the next one first."""
         first = int(self._end[FIRST])
         return [self._slots[self._ring[(first + n) % self._depth]] for n in range(int(self._end[POSTED]))]
 
-    def _held(self) -> list[int]:
+    def _unreleased(self) -> list[int]:
         """Return the numbers of the unreleased slots, the oldest first."""
         return sorted(np.flatnonzero(self._rows[:, HELD]).tolist(), key=lambda number: int(self._rows[number, HELD]))
 
@@ -86,7 +86,7 @@ class PostedReceives(PostedEnd):
         """Make progress; return whether the next message has arrived."""
         with self.lock, self._turn:
             while not self._halted and self._end[POSTED]:
-                slot = self._awaited()[0]
+                slot = self._pending_slots()[0]
                 assert slot.request is not None
                 if not slot.request.test():
                     return False
@@ -105,8 +105,8 @@ class PostedReceives(PostedEnd):
         self.is_half_way = True
         kind, ndim = divmod(int(head[WHAT]), KIND)
         if kind == GROW:
-            old = self._awaited()
-            self._held_before += [view for number in self._held() if (view := self._slots[number].view) is not None]
+            old = self._pending_slots()
+            self._old_views += [view for number in self._unreleased() if (view := self._slots[number].view) is not None]
             self._grow(int(head[LENGTHS]))
             self._post_all()
             for passed in old:  # no more messages arrive under their tag
@@ -143,8 +143,8 @@ class PostedReceives(PostedEnd):
         slot = self._slots[number]
         view = slot.read(self.form, int(slot.row[LENGTH]))
         # Compiled functions receive the next message in this slot if it has the same shape.
-        known = slot.head[WHAT : LENGTHS + view.ndim]
-        slot.row[KNOWN : KNOWN + len(known)] = known
+        header = slot.head[WHAT : LENGTHS + view.ndim]
+        slot.row[KNOWN : KNOWN + len(header)] = header
         slot.row[DATA], slot.row[NBYTES] = address_of(slot.payload(view.ndim)), slot.row[LENGTH]
         slot.row[LIKE] = self._is_compiled and slot.tail is None
         slot.tail = None
@@ -160,22 +160,22 @@ class PostedReceives(PostedEnd):
         """Release the slot of a view, or all slots, and repost; return False if the view is not a received message."""
         with self.lock, self._turn:
             self.is_half_way = True
-            held = self._held()
+            slots = self._unreleased()
             if view is None:
-                chosen, before = held, self._held_before
+                chosen, before = slots, self._old_views
             else:
-                chosen = [number for number in held if _is_in(view, self._slots[number])][:1]
-                before = [old for old in self._held_before if np.may_share_memory(view, old)][:1]
+                chosen = [number for number in slots if _is_in(view, self._slots[number])][:1]
+                before = [old for old in self._old_views if np.may_share_memory(view, old)][:1]
             for number in chosen:
                 if self._halted:
                     self._slots[number].row[HELD] = 0
                 else:
                     self._post(number)
-            self._held_before = [old for old in self._held_before if not any(old is handed for handed in before)]
+            self._old_views = [old for old in self._old_views if not any(old is handed for handed in before)]
             self.is_half_way = False
             return bool(chosen or before) or view is None
 
 
 def _is_in(view: Array, slot: PostedSlot) -> bool:
-    known = slot.view
-    return view is known or bool(np.may_share_memory(view, known) or np.may_share_memory(view, slot.payload(0)))
+    own = slot.view
+    return view is own or bool(np.may_share_memory(view, own) or np.may_share_memory(view, slot.payload(0)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from commlib.group.group import Group
 
 # Seconds after the last message for which a receiver between nodes keeps polling. MPI libraries may move large messages
-# only when called, so polling moves them before the user asks.
+# only when called, so polling moves them before the user calls `recv`.
 _LISTENING = 0.5
 
 
@@ -27,14 +27,14 @@ class ChannelProgress:
         self._ends = weakref.ref(ends)
         self._text = text
         self._sending = self._listening = False
-        self._sent = 0  # how often `sent` was called
+        self._sends = 0  # how often `sent` was called
         self._listens = isinstance(ends.incoming, PostedReceives)
         self._until = 0.0
 
     def sent(self, *, lags: bool = False) -> None:
         """Watch sent messages that have not left or been mapped yet. lags: there is such a message."""
         ends = self._ends()
-        self._sent += 1  # before reading `_sending`: see `_send`
+        self._sends += 1  # before reading `_sending`: see `_send`
         lags = not self._sending and ends is not None and (lags or ends.outgoing.may_lag)
         if lags and ends is not None and ends.outgoing.is_in_flight:
             self._sending = True
@@ -49,11 +49,11 @@ class ChannelProgress:
                 self._poller.watch(_ProgressTask(f"recv on {self._text}", self._listen), self._owner(), awaited=False)
 
     def _send(self) -> bool:
-        ends, before = self._ends(), self._sent
+        ends, before = self._ends(), self._sends
         if ends is None or not _poll(ends, sending=True):
             self._sending = False
             # A send between the poll and this line saw `_sending` and relies on this watch.
-            self._sending = self._sent != before and ends is not None
+            self._sending = self._sends != before and ends is not None
         return not self._sending
 
     def _listen(self) -> bool:

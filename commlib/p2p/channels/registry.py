@@ -48,11 +48,11 @@ class Channels:
         self._mailbox: Rendezvous | None = None
         self._open: dict[Address, weakref.ref[Channel]] = {}
         self._opened: Counter[tuple[int, int | str]] = Counter()
-        self._made = 0
+        self._created = 0
         self._dropped: deque[ChannelEnds] = deque()  # ends of channels that were not closed; filled by finalizers
         self._lingering: deque[ChannelEnds] = deque()  # closed, but the other side may still map their memory
-        self._left = ""
-        self._said: set[str] = set()
+        self._leave_reason = ""
+        self._printed: set[str] = set()
 
     def open(
         self,
@@ -72,17 +72,17 @@ class Channels:
         forks.check(text)
         if group.failure is not None:
             group.raise_failure(text)
-        if group.runtime.closing or self._left:
+        if group.runtime.closing or self._leave_reason:
             raise ShutdownError(f"{text}: commlib has been shut down, or {group.name} was closed")
         if self._mailbox is None:
             self._mailbox = self._letters.mailbox
         self.sweep()
         address = Address(peer, edge, self._opened[peer, edge])
-        if any(known.peer == peer and known.edge == edge and _is_open(self._open[known]) for known in self._open):
+        if any(one.peer == peer and one.edge == edge and _is_open(self._open[one]) for one in self._open):
             raise UsageError(
                 f"{text} of {group.name} is open on rank {group.rank}: close it first, or use another edge"
             )
-        tag = TAG + 1 + self._made * TAGS
+        tag = TAG + 1 + self._created * TAGS
         if tag + TAGS > (tags := self._mailbox.transport.tags):
             raise TransportError(
                 f"{text}: this MPI has {tags} tags for channels, too few for another of {group.name}: "
@@ -109,7 +109,7 @@ class Channels:
         from commlib.p2p.channels.ends import ChannelEnds
 
         self._opened[address.peer, address.edge] += 1
-        self._made += 1
+        self._created += 1
         edge = None if device is None else self._edge(group, device, address.peer, terms)
         try:
             ends = ChannelEnds.make(group, mailbox, address, terms, form, tag, edge)
@@ -143,9 +143,9 @@ class Channels:
         """Log why device channels use host memory, once for each reason."""
         edge, peer = ends.device, ends.address.peer
         why = "" if edge is None else edge.refusal or edge.apart
-        if edge is None or not why or why in self._said or group.rank > peer:
+        if edge is None or not why or why in self._printed or group.rank > peer:
             return
-        self._said.add(why)
+        self._printed.add(why)
         how = "by host messages" if edge.refusal else "through shared host memory"
         log.log(
             logging.INFO if edge.is_expected else logging.WARNING,
@@ -154,7 +154,7 @@ class Channels:
         )  # fmt: skip
 
     def look(self, peer: int) -> None:
-        """Ask for the control messages of another rank, and free unused channels. Never blocks."""
+        """Poll for the control messages of another rank, and free unused channels. Never blocks."""
         if self._mailbox is not None:
             self._mailbox.ask(peer)
         if self._dropped:
@@ -181,20 +181,20 @@ class Channels:
 
     def leave(self, reason: str) -> None:
         """End all channels, because the group has failed or is closing. Blocks briefly at most. Idempotent."""
-        if self._mailbox is None or self._left:
+        if self._mailbox is None or self._leave_reason:
             return
-        self._left = reason or LEFT
+        self._leave_reason = reason or LEFT
         for channel in self._channels():
             if channel.ends.device is not None and not reason:
                 channel.flush(_PARTING)
-            self.end(channel.ends, self._left, failed=bool(reason))
+            self.end(channel.ends, self._leave_reason, failed=bool(reason))
         self.sweep()
         if not reason:
             self.close()
 
     def close(self) -> None:
         """Free everything. The other ranks free their own sides."""
-        if not self._left:
+        if not self._leave_reason:
             self.leave("")
             return
         deadline = time.monotonic() + _PARTING
@@ -204,19 +204,21 @@ class Channels:
             ends.close()
 
     def _channels(self) -> Sequence[Channel]:
-        return [channel for known in list(self._open.values()) if (channel := known()) is not None]
+        return [channel for reference in list(self._open.values()) if (channel := reference()) is not None]
 
 
-def _is_open(known: weakref.ref[Channel]) -> bool:
-    return known() is not None
+def _is_open(reference: weakref.ref[Channel]) -> bool:
+    return reference() is not None
 
 
 class _Handshake:
     """Connect the two sides of a device channel on the poller's thread, without a call of the user."""
 
-    def __init__(self, text: str, group: Group, ends: ChannelEnds, say: Callable[[Group, ChannelEnds], None]) -> None:
+    def __init__(
+        self, text: str, group: Group, ends: ChannelEnds, log_path: Callable[[Group, ChannelEnds], None]
+    ) -> None:
         self.description, self._text = f"opening {text}", text
-        self._group, self._ends, self._log_path = weakref.ref(group), weakref.ref(ends), say
+        self._group, self._ends, self._log_path = weakref.ref(group), weakref.ref(ends), log_path
 
     def done(self) -> bool:
         group, ends = self._group(), self._ends()

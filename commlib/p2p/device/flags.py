@@ -44,8 +44,8 @@ class SlotFlags:
     @classmethod
     def make(cls, depth: int, *, is_named: bool) -> tuple[SlotFlags, PeerMemory]:
         """Return new flags, and their memory for the other process. Raises TransportError."""
-        made = PeerMemory(-(-(1 + 2 * depth) * _LINE // _PAGE) * _PAGE, is_named=is_named)
-        return cls(made.memory, depth), made
+        peer_memory = PeerMemory(-(-(1 + 2 * depth) * _LINE // _PAGE) * _PAGE, is_named=is_named)
+        return cls(peer_memory.memory, depth), peer_memory
 
     @classmethod
     def found(cls, place: MemoryPlace, depth: int) -> SlotFlags:
@@ -81,11 +81,11 @@ class SlotSignals:
         self._all = [
             device.signals(HostMemory(memory, [memory.address]), [], [])
         ]  # registers the memory with the device
-        known: Any = HostMemory(memory, [])
+        host: Any = HostMemory(memory, [])
         try:
-            self.tell: list[Signals] = [device.signals(known, [word], []) for word in tell]
-            self.hear: list[Signals] = [device.signals(known, [], [word]) for word in hear]
-            trial = device.signals(known, [memory.address + _TRIAL], [memory.address + _TRIAL])
+            self.tell: list[Signals] = [device.signals(host, [word], []) for word in tell]
+            self.hear: list[Signals] = [device.signals(host, [], [word]) for word in hear]
+            trial = device.signals(host, [memory.address + _TRIAL], [memory.address + _TRIAL])
             self._all += [*self.tell, *self.hear, trial]
             # The driver reports missing support only on the first use.
             with device.using(device.stream()):

@@ -17,14 +17,14 @@ class HostSlotOwner:
     """The sender's host slots. Raises TransportError if there is no memory, or the device cannot address it."""
 
     def __init__(self, device: Device, nbytes: int, *, is_named: bool) -> None:
-        self._made = PeerMemory(nbytes, is_named=is_named)
-        memory = self._made.memory
-        self.address, self.nbytes, self.handle = memory.address, nbytes, json.dumps(self._made.place)
+        self._peer_memory = PeerMemory(nbytes, is_named=is_named)
+        memory = self._peer_memory.memory
+        self.address, self.nbytes, self.handle = memory.address, nbytes, json.dumps(self._peer_memory.place)
         self._reached = device.reach(HostMemory(memory, [memory.address]))
 
     def free(self) -> None:
         self._reached.close()
-        self._made.withdraw()
+        self._peer_memory.withdraw()
 
 
 class HostSlotMapping:

@@ -22,9 +22,9 @@ class InFlight:
             events.popleft()
         self.add(self._device.current().record())
 
-    def add(self, event: DeviceEvent, kept: Any = None) -> None:
-        """Track the work before an event; keep `kept`, which the work uses, alive until then."""
-        self._events.append(_EventWithMemory(event, kept) if kept is not None else event)
+    def add(self, event: DeviceEvent, owner: Any = None) -> None:
+        """Track the work before an event; keep `owner`, whose memory the work uses, alive until then."""
+        self._events.append(_EventWithMemory(event, owner) if owner is not None else event)
 
     @property
     def pending(self) -> list[DeviceEvent]:
@@ -35,8 +35,8 @@ class InFlight:
 class _EventWithMemory:
     """An event, with the memory that must stay alive until it."""
 
-    def __init__(self, event: DeviceEvent, kept: Any) -> None:
-        self._event, self._kept = event, kept
+    def __init__(self, event: DeviceEvent, owner: Any) -> None:
+        self._event, self._owner = event, owner
 
     def done(self) -> bool:
         return self._event.done()

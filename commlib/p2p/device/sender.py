@@ -21,7 +21,7 @@ from commlib.p2p.device.host_slots import HostSlotOwner
 from commlib.p2p.device.in_flight import InFlight
 
 _ALIGNED = 512  # bytes between slots
-_GROWTH = 1.5  # the least factor by which slots grow, so they seldom grow
+_GROWTH = 1.5  # the least factor by which slots grow, so they rarely grow
 
 
 class SlotSender:
@@ -30,7 +30,7 @@ class SlotSender:
     def __init__(self, device: Device, depth: int, peer: PeerProcess, *, is_named: bool) -> None:
         """peer: the process that reads the slots. Raises TransportError if the device has no stream signals."""
         self.device, self._depth, self._peer, self._is_named = device, depth, peer, is_named
-        self.words, self._made = SlotFlags.make(depth, is_named=is_named)
+        self.words, self._flag_memory = SlotFlags.make(depth, is_named=is_named)
         self.count = 0
         """The number of sent messages."""
         self.by_host = False
@@ -44,32 +44,32 @@ class SlotSender:
     def hello(self) -> dict[str, Any]:
         """Return the content of the hello message for the receiver."""
         news, self._news = self._news, ""
-        return {"words": self._made.place, "memory": news}
+        return {"words": self._flag_memory.place, "memory": news}
 
     def connect(self) -> None:
         """Note that the receiver has mapped the flags."""
-        self._made.withdraw()
+        self._flag_memory.withdraw()
 
     def make(self, nbytes: int) -> None:
         """Make slots of `nbytes` each. Raises TransportError."""
         free_unused()
         stride = max(-(-nbytes // _ALIGNED) * _ALIGNED, _ALIGNED)
         whole = self._depth * stride
-        made: ExportedMemory
+        exported: ExportedMemory
         if self.by_host:
-            made = HostSlotOwner(self.device, whole, is_named=self._is_named)
+            exported = HostSlotOwner(self.device, whole, is_named=self._is_named)
         else:
-            made = self.device.export(whole)
-        slots = _Slots(made, stride)
+            exported = self.device.export(whole)
+        slots = _Slots(exported, stride)
         self._generation += 1
         words, number, peer = self.words, self._generation, self._peer
 
         def is_unused() -> bool:
             return words.closed >= number or peer.is_gone
 
-        # Arrays from `lend` may outlive this object. At process exit the driver may be gone before a finalizer runs.
-        weakref.finalize(slots, defer_free, made.free, is_unused).atexit = False
-        self._slots, self._news = slots, f"{number} {int(self.by_host)} {stride} {made.handle}"
+        # Arrays from `lend` may outlive this object. At exit the driver may be unloaded before a finalizer runs.
+        weakref.finalize(slots, defer_free, exported.free, is_unused).atexit = False
+        self._slots, self._news = slots, f"{number} {int(self.by_host)} {stride} {exported.handle}"
 
     def reserve(self, nbytes: int) -> None:
         """Make room for a message of `nbytes`. Raises TransportError if there is none; then nothing has changed."""
@@ -117,7 +117,7 @@ class SlotSender:
     def close(self) -> None:
         """Free everything; the slots when the receiver has closed them. No queued work may still use it."""
         self._signals.close()
-        self._made.withdraw()
+        self._flag_memory.withdraw()
         self._slots = None
         free_unused()
 
@@ -143,35 +143,35 @@ def defer_free(free: Callable[[], None], is_unused: Callable[[], bool]) -> None:
 def free_unused() -> None:
     """Free all memory that no process has open any more."""
     with _lock:
-        found, _deferred[:] = _deferred[:], []
-    kept = []
-    for pair in found:
+        deferred, _deferred[:] = _deferred[:], []
+    still_used = []
+    for pair in deferred:
         if pair[1]():
             pair[0]()
         else:
-            kept.append(pair)
+            still_used.append(pair)
     with _lock:
-        _deferred.extend(kept)
+        _deferred.extend(still_used)
 
 
 class PeerProcess:
     """The other side's process, unknown until `meet`."""
 
     def __init__(self) -> None:
-        self._number, self._met = 0, 0.0
-        self._is_gone = False
+        self._number, self._connect_time = 0, 0.0
+        self._has_exited = False
 
     def meet(self, number: int) -> None:
         """Set its process id; 0 if the id has no meaning on this side."""
-        self._number, self._met = number, time.time()
+        self._number, self._connect_time = number, time.time()
 
     def give_up(self) -> None:
-        """Treat the process as gone if it is still unknown: no wait needs it any more."""
-        self._is_gone = self._is_gone or not self._met
+        """Treat the process as ended if it is still unknown: nothing waits for it any more."""
+        self._has_exited = self._has_exited or not self._connect_time
 
     @property
     def is_gone(self) -> bool:
         """Whether the process has ended."""
-        if not self._is_gone and self._number not in (0, os.getpid()):
-            self._is_gone = not shared_memory.may_own(self._number, self._met)
-        return self._is_gone
+        if not self._has_exited and self._number not in (0, os.getpid()):
+            self._has_exited = not shared_memory.may_own(self._number, self._connect_time)
+        return self._has_exited

@@ -25,10 +25,10 @@ class KeepAlive:
 
     def drop_before(self, number: int) -> None:
         """Drop all memory of smaller numbers."""
-        for address, (known, _) in list(self._owners.items()):
-            if known < number:
+        for address, (last_number, _) in list(self._owners.items()):
+            if last_number < number:
                 self._owners.pop(address, None)
 
     def numbered(self, number: int) -> Any:
         """Return an owner of memory with this number, or None."""
-        return next((owner for known, owner in list(self._owners.values()) if known == number), None)
+        return next((owner for last_number, owner in list(self._owners.values()) if last_number == number), None)

@@ -32,11 +32,11 @@ class LaneReceive:
 
     def test(self) -> bool:
         """Make progress; return True once the message has arrived. Raises TransportError."""
-        if not self._has_ended and (self._has_come() if self._other_way is None else self._other_way.test()):
+        if not self._has_ended and (self._has_arrived() if self._other_way is None else self._other_way.test()):
             self._end()
         return self._has_ended
 
-    def _has_come(self) -> bool:
+    def _has_arrived(self) -> bool:
         lane = self._lane
         if lane.state(self._number) == POSTED_HERE:
             lane.look()

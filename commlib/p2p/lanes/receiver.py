@@ -20,7 +20,7 @@ from commlib.p2p.rendezvous import Address, Rendezvous
 from commlib.transport.base import Transport
 
 take, look_into = entry_point(ring_take.take, 3), entry_point(ring_take.look)
-_post, _ask, _withdraw, _forget = (
+_post, _query, _withdraw, _forget = (
     entry_point(ring_posts.post, 4),
     entry_point(ring_posts.ask, 3),
     entry_point(ring_posts.withdraw, 2),
@@ -56,7 +56,7 @@ class RingReceiver:
         return bool(self._end[ring.RING])
 
     def expect(self) -> None:
-        """Ask the rendezvous to receive the sender's message about its first ring."""
+        """Request the rendezvous to receive the sender's message about its first ring."""
         if not self.is_connected:
             self._mailbox.expect(self._address, LETTER)
 
@@ -85,11 +85,11 @@ class RingReceiver:
         return number
 
     def state(self, number: int) -> int:
-        return _ask(self.at, number, ring_posts.STATE)
+        return _query(self.at, number, ring_posts.STATE)
 
     def came(self, number: int) -> tuple[int, int]:
         """Return the bytes received for a post, and the number of a message that arrives by MPI: see `announce`."""
-        return _ask(self.at, number, ring_posts.CAME), _ask(self.at, number, ring_posts.NUMBER)
+        return _query(self.at, number, ring_posts.CAME), _query(self.at, number, ring_posts.NUMBER)
 
     def withdraw(self, number: int) -> bool:
         """Withdraw a post; return False if its message has arrived."""

@@ -18,12 +18,12 @@ class ShmRing:
         self.number, self.units = number, units
         self.made = PeerMemory(kernels.RING_AT + units * kernels.UNIT, is_named=is_named)
         self.address = self.made.memory.address
-        self._found = self.made.memory.array(kernels.FOUND_AT, 8).view(np.int64)
+        self._found_flag = self.made.memory.array(kernels.FOUND_AT, 8).view(np.int64)
 
     @property
     def is_found(self) -> bool:
         """Whether the receiver has mapped the ring."""
-        return bool(self._found[0])
+        return bool(self._found_flag[0])
 
 
 class RingRegistry:

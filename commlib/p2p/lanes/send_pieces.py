@@ -22,38 +22,38 @@ class SendPieces:
     """The request of a message in pieces. `test` sends the pieces, in their order."""
 
     by_lane = True
-    __slots__ = ("_data", "_is_torn", "_peer", "_pieces", "_sent", "_tag", "_transport", "nbytes")
+    __slots__ = ("_data", "_is_torn", "_peer", "_pieces", "_requests", "_tag", "_transport", "nbytes")
 
     def __init__(
         self, transport: Transport, peer: int, tag: int, data: memoryview, pieces: Sequence[CopiedPiece]
     ) -> None:
         self._transport, self._peer, self._tag, self._data, self._pieces = transport, peer, tag, data, pieces
-        self._sent: list[Request] = []
+        self._requests: list[Request] = []
         self._is_torn = False
         self.nbytes = len(data)
 
     def test(self) -> bool:
         """Make progress; return True once all pieces have left. Raises TransportError."""
-        sent, pieces = self._sent, self._pieces
-        while len(sent) < len(pieces):
-            start, stop, event = pieces[len(sent)]
+        requests, pieces = self._requests, self._pieces
+        while len(requests) < len(pieces):
+            start, stop, event = pieces[len(requests)]
             if not event.done():
                 return False
             self._send(start, stop)
-        return all(request.test() for request in sent)
+        return all(request.test() for request in requests)
 
     def _send(self, start: int, stop: int) -> None:
         if self._is_torn:
             raise TransportError(
                 f"a message to rank {self._peer} was interrupted while sending a piece: its state is undefined"
             )
-        before = len(self._sent)
+        before = len(self._requests)
         try:
-            self._sent.append(self._transport.send(self._peer, self._tag, self._data[start:stop]))
+            self._requests.append(self._transport.send(self._peer, self._tag, self._data[start:stop]))
         except BaseException:  # from a signal handler: the piece may have left
-            self._is_torn = len(self._sent) == before
+            self._is_torn = len(self._requests) == before
             raise
 
     def cancel(self) -> None:
-        for request in self._sent:
+        for request in self._requests:
             request.cancel()

@@ -57,8 +57,8 @@ class RingSender:
         self._end[kernels.DTYPES], self._end[kernels.LONGEST] = arrays.DTYPES_AT, LONGEST_BYTES
         ring = rings.make(1, _UNITS, is_named=is_named)
         self.first: MemoryPlace = ring.made.place
-        self._kept = KeepAlive()
-        self._kept.add(1, ring.address, ring)
+        self._keep_alive = KeepAlive()
+        self._keep_alive.add(1, ring.address, ring)
         go_on(self.at, 0, ring.address, ring.units, 0, 0)
 
     def send(self, tag: int, data: memoryview) -> Request:
@@ -89,17 +89,17 @@ class RingSender:
         """Continue in a larger ring, unless another thread has done it already."""
         number, units = int(self._end[kernels.RING]), int(self._end[kernels.UNITS])
         ring = self._rings.make(number + 1, min(2 * units, _MOST_UNITS), is_named=self._is_named)
-        self._kept.add(ring.number, ring.address, ring)
+        self._keep_alive.add(ring.number, ring.address, ring)
         text = np.frombuffer(json.dumps(ring.made.place).encode() + b"\0", np.uint8)
         assert len(text) <= kernels.LINK_BYTES
         if go_on(self.at, number, ring.address, ring.units, address_of(text), len(text)) != kernels.DONE:
             self._rings.drop(ring)
-            self._kept.drop(ring.address)
-        self._kept.drop_before(int(self._end[kernels.RING]))
+            self._keep_alive.drop(ring.address)
+        self._keep_alive.drop_before(int(self._end[kernels.RING]))
 
     def drop(self) -> None:
         """Withdraw the first ring. The receiver has not been notified of it."""
-        self._rings.drop(self._kept.numbered(1))
+        self._rings.drop(self._keep_alive.numbered(1))
 
     def halt(self) -> None:
         """Stop `put` for good."""

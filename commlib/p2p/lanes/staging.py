@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class StagedSend:
     """A host copy of a 1-D device array to send. pieces: with the event after each copy.
 
-    Without pieces the copy is complete, and so is all earlier work of the current stream.
+    Without pieces the copy and all earlier work of the current stream are complete.
     """
 
     def __init__(self, comm: Group, array: DeviceArray, verb: str, piece: int) -> None:

@@ -106,7 +106,7 @@ def choose(layers: LayerCosts, ranks: int, microbatches: int, *, memory: int | N
 
 
 def _candidates(layers: LayerCosts, ranks: int, microbatches: int, memory: int | None) -> list[Candidate]:
-    found = []
+    candidates = []
     for name, plan in table.items():
         if plan.updates:
             continue
@@ -118,8 +118,8 @@ def _candidates(layers: LayerCosts, ranks: int, microbatches: int, memory: int |
             splits = any(action.kind is Kind.I for program in schedule.programs for action in program)
             timing = simulate(deepen(lower(schedule)), layers.of_stages(counts, splits=splits))
             fits = memory is None or max(timing.peak_bytes) <= memory
-            found.append(Candidate(schedule, counts, timing, fits))
-    return found
+            candidates.append(Candidate(schedule, counts, timing, fits))
+    return candidates
 
 
 def _why(best: Candidate, tried: Sequence[Candidate], memory: int | None) -> str:

@@ -49,7 +49,7 @@ class _Clock:
         ranks = lowered.schedule.ranks
         self._now = [0.0] * ranks
         self._spans: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
-        self._busy, self._sent = [0.0] * ranks, [0] * ranks
+        self._busy, self._send_counts = [0.0] * ranks, [0] * ranks
         self._arrived: dict[Action, float] = {}
         self._sends: defaultdict[LinkDirection, list[int]] = defaultdict(list)
         self._returned: dict[tuple[LinkDirection, int], float] = {}
@@ -58,7 +58,7 @@ class _Clock:
         self._received: defaultdict[tuple[int, int], list[LinkDirection]] = defaultdict(list)
 
     def run(self) -> Timing:
-        stuck = Replay(self._lowered).run(self._seen)
+        stuck = Replay(self._lowered).run(self._on_action)
         if stuck:
             first, title = stuck[0], self._lowered.schedule.title
             raise PipelineScheduleError(f"{title}: rank {first.rank}: {first.action} {first.why}, forever")
@@ -69,21 +69,21 @@ class _Clock:
             tuple(self._busy),
             tuple(count for count, _ in peaks),
             tuple(nbytes for _, nbytes in peaks),
-            tuple(self._sent),
+            tuple(self._send_counts),
         )
 
-    def _seen(self, rank: int, position: int, action: Action) -> None:
+    def _on_action(self, rank: int, position: int, action: Action) -> None:
         start = self._now[rank]
         if action.kind in RECVS:
             start = max(start, self._arrived.pop(action))
             self._received[action.stage, action.microbatch].append(direction_of(action))
         elif action.kind in SENDS:
             way = direction_of(action)
-            sent = self._sends[way]
-            before = len(sent) - self._lowered.depth(way)
+            microbatches = self._sends[way]
+            before = len(microbatches) - self._lowered.depth(way)
             if before >= 0:
-                start = max(start, self._returned[way, sent[before]])
-            sent.append(action.microbatch)
+                start = max(start, self._returned[way, microbatches[before]])
+            microbatches.append(action.microbatch)
         seconds = self._costs.seconds(action)
         end = start + seconds
         self._now[rank] = end
@@ -92,7 +92,7 @@ class _Clock:
             self._busy[rank] += seconds
         elif action.kind in SENDS:
             self._arrived[action.other_end] = end + self._costs.transit(action.link)
-            self._sent[rank] += self._costs.messages.get(action.link, 0)
+            self._send_counts[rank] += self._costs.messages.get(action.link, 0)
         for key in self._back.get(action, ()):
             for way in self._received.pop(key, ()):
                 self._returned[way, key[1]] = end
@@ -100,12 +100,12 @@ class _Clock:
     def _peak(self, rank: int) -> tuple[int, int]:
         """Return the most activations that a rank holds, and the most bytes."""
         program = self._lowered.schedule.programs[rank]
-        held = most = nbytes = most_bytes = 0
+        count = most = nbytes = most_bytes = 0
         for action in program:
             size = self._costs.activations[action.stage] if self._costs.activations else 0
             if action.kind is Kind.F:
-                held, nbytes = held + 1, nbytes + size
-                most, most_bytes = max(most, held), max(most_bytes, nbytes)
+                count, nbytes = count + 1, nbytes + size
+                most, most_bytes = max(most, count), max(most_bytes, nbytes)
             if action.kind in COMPUTE and self._last[action.stage, action.microbatch] == action:
-                held, nbytes = held - 1, nbytes - size
+                count, nbytes = count - 1, nbytes - size
         return most, most_bytes

@@ -24,11 +24,11 @@ def deepen(lowered: LoweredSchedule) -> LoweredSchedule:
     """
     depths = _count_unreleased(lowered)
     while True:
-        made = replace(lowered, depths=dict(sorted(depths.items())))
-        stuck = Replay(made).run(lambda rank, position, action: None)
+        deepened = replace(lowered, depths=dict(sorted(depths.items())))
+        stuck = Replay(deepened).run(lambda rank, position, action: None)
         full = {direction_of(one.action) for one in stuck if one.action.kind in SENDS}
         if not full:
-            return made
+            return deepened
         for way in full:
             depths[way] += 1
 
@@ -42,7 +42,7 @@ def _count_unreleased(lowered: LoweredSchedule) -> dict[LinkDirection, int]:
     back = message_releases(lowered)
     timing = time(lowered, Costs.even(schedule.stages))
     events: defaultdict[LinkDirection, list[tuple[float, bool, int]]] = defaultdict(list)
-    held: defaultdict[LinkDirection, int] = defaultdict(int)
+    unreleased: defaultdict[LinkDirection, int] = defaultdict(int)
     most: defaultdict[LinkDirection, int] = defaultdict(int)
     for program, spans in zip(schedule.programs, timing.spans, strict=True):
         received: defaultdict[tuple[int, int], list[LinkDirection]] = defaultdict(list)
@@ -52,20 +52,20 @@ def _count_unreleased(lowered: LoweredSchedule) -> dict[LinkDirection, int]:
             elif action.kind in RECVS:
                 way = direction_of(action)
                 received[action.stage, action.microbatch].append(way)
-                held[way] += 1
-                most[way] = max(most[way], held[way] + 1)
+                unreleased[way] += 1
+                most[way] = max(most[way], unreleased[way] + 1)
             for key in back.get(action, ()):
                 for way in received.pop(key, ()):
-                    held[way] -= 1
+                    unreleased[way] -= 1
                     events[way].append((end, False, key[1]))
     for way, changes in events.items():
         waiting: dict[int, int] = {}  # the number of each message, the oldest first
-        changes.sort(key=lambda change: change[:2])  # at equal times, releases come first
-        sent = 0
+        changes.sort(key=lambda change: change[:2])  # at equal times, releases are first
+        sends = 0
         for _, is_sent, microbatch in changes:
             if is_sent:
-                waiting[microbatch], sent = sent, sent + 1
-                most[way] = max(most[way], sent - next(iter(waiting.values())))
+                waiting[microbatch], sends = sends, sends + 1
+                most[way] = max(most[way], sends - next(iter(waiting.values())))
             else:
                 del waiting[microbatch]
     return {way: min(depth, schedule.microbatches) for way, depth in most.items()}

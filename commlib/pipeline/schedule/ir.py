@@ -2,7 +2,7 @@
 
 Each rank runs its actions in order. "2F0" is the forward of microbatch 0 in stage 2, "1B3" the backward of microbatch 3
 in stage 1. A backward may be split into I, the gradients of a stage's inputs, for which the previous stage waits, and
-W, those of its weights, for which no stage waits. Plans contain no messages: `lower` adds them.
+W, gradients of its weights, for which no stage waits. Plans contain no messages: `lower` adds them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def parse(text: str) -> Action:
 
 
 class Link(NamedTuple):
-    """Two stages, of which the second takes the results of the first; gradients go back."""
+    """Two stages: the second takes the results of the first; gradients go back."""
 
     source: int
     target: int

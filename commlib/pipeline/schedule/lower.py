@@ -106,9 +106,9 @@ def _with_recvs(
         for way, stage in needs(lowered, action):
             if place[stage] == place[action.stage]:
                 continue
-            kind, sent = Kind.RECV_F if way[1] is Kind.F else Kind.RECV_B, order[way]
-            while (way, action.microbatch) not in arrived and received[way] < len(sent):
-                microbatch = sent[received[way]]
+            kind, sends = Kind.RECV_F if way[1] is Kind.F else Kind.RECV_B, order[way]
+            while (way, action.microbatch) not in arrived and received[way] < len(sends):
+                microbatch = sends[received[way]]
                 received[way] += 1
                 arrived.add((way, microbatch))
                 out.append(Action(action.stage, kind, microbatch, stage))
@@ -147,7 +147,7 @@ def last_uses(schedule: Schedule) -> dict[tuple[int, int], Action]:
 def message_releases(lowered: LoweredSchedule) -> dict[Action, list[tuple[int, int]]]:
     """Return, by action, the (stage, microbatch) pairs whose received messages are no longer needed after it.
 
-    Results may share the memory of their inputs, for example those of an identity layer. So the memory of inputs is
+    Results may share the memory of their inputs, for example in an identity layer. So the memory of inputs is
     needed until the results have been sent, and until a stage of the same rank that got the results no longer needs
     them.
     """
@@ -165,7 +165,7 @@ def message_releases(lowered: LoweredSchedule) -> dict[Action, list[tuple[int, i
                 for microbatch in range(schedule.microbatches):
                     key = stage, microbatch
                     last[key] = max(last[key], last[other, microbatch], key=lambda use: use[0])
-    found: dict[Action, list[tuple[int, int]]] = {}
+    releases: dict[Action, list[tuple[int, int]]] = {}
     for key, (_, action) in last.items():
-        found.setdefault(action, []).append(key)
-    return found
+        releases.setdefault(action, []).append(key)
+    return releases

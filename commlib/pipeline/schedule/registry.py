@@ -132,10 +132,10 @@ def _is_included(action: Action, microbatches: int) -> bool:
 
 
 def _chunks(plan: SchedulePlan, ranks: int, stages: int) -> int:
-    chunks, left = divmod(stages, ranks)
-    if left or chunks < 1 or not (plan.is_looped or chunks == plan.chunks):
-        wanted = "a multiple of that" if plan.is_looped else f"{ranks * plan.chunks}: {plan.chunks} on each"
-        raise UsageError(f"schedule {plan.name}: {stages} stages on {ranks} ranks; expected {wanted}")
+    chunks, rest = divmod(stages, ranks)
+    if rest or chunks < 1 or not (plan.is_looped or chunks == plan.chunks):
+        expected = "a multiple of that" if plan.is_looped else f"{ranks * plan.chunks}: {plan.chunks} on each"
+        raise UsageError(f"schedule {plan.name}: {stages} stages on {ranks} ranks; expected {expected}")
     return chunks
 
 

@@ -92,8 +92,8 @@ def time_text(timing: Timing, costs: Costs | None) -> str:
 def summary(timing: Timing) -> str:
     """Return a summary of the idle time and the activations of ranks."""
     peak = sorted(set(timing.peak))
-    held = f"{peak[0]} to {peak[-1]}" if len(peak) > 1 else str(peak[0])
-    return f"{timing.bubble:.1%} idle, at most {held} activations on a rank"
+    activations = f"{peak[0]} to {peak[-1]}" if len(peak) > 1 else str(peak[0])
+    return f"{timing.bubble:.1%} idle, at most {activations} activations on a rank"
 
 
 def label(action: Action, schedule: Schedule) -> str:

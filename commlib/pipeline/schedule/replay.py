@@ -39,13 +39,13 @@ class Replay:
     def __init__(self, lowered: LoweredSchedule) -> None:
         self._lowered = lowered
         self._back = message_releases(lowered)
-        self._sent: defaultdict[LinkDirection, list[int]] = defaultdict(list)
+        self._messages: defaultdict[LinkDirection, list[int]] = defaultdict(list)
         self._there: set[tuple[LinkDirection, int]] = set()
         self._returned: set[tuple[LinkDirection, int]] = set()
-        self._held: defaultdict[tuple[int, int], list[LinkDirection]] = defaultdict(list)
+        self._unreleased: defaultdict[tuple[int, int], list[LinkDirection]] = defaultdict(list)
         self._waiting: dict[tuple[str, LinkDirection], int] = {}
 
-    def run(self, seen: OnAction) -> list[BlockedRank]:
+    def run(self, on_action: OnAction) -> list[BlockedRank]:
         """Run all programs; return the ranks that wait forever."""
         programs = self._lowered.schedule.programs
         at = [0] * len(programs)
@@ -59,11 +59,12 @@ class Replay:
                     self._waiting[wait] = rank
                     break
                 ready.extend(self._do(action))
-                seen(rank, at[rank], action)
+                on_action(rank, at[rank], action)
                 at[rank] += 1
-        left = [(rank, place) for rank, place in enumerate(at) if place < len(programs[rank])]
+        blocked = [(rank, place) for rank, place in enumerate(at) if place < len(programs[rank])]
         return [
-            BlockedRank(rank, place, programs[rank][place], self._reason(programs[rank][place])) for rank, place in left
+            BlockedRank(rank, place, programs[rank][place], self._reason(programs[rank][place]))
+            for rank, place in blocked
         ]
 
     def _wait(self, action: Action) -> tuple[str, LinkDirection] | None:
@@ -73,8 +74,8 @@ class Replay:
             return None if (way, action.microbatch) in self._there else ("message", way)
         if action.kind in SENDS:
             way = direction_of(action)
-            before = len(self._sent[way]) - self._lowered.depth(way)
-            return None if before < 0 or (way, self._sent[way][before]) in self._returned else ("room", way)
+            before = len(self._messages[way]) - self._lowered.depth(way)
+            return None if before < 0 or (way, self._messages[way][before]) in self._returned else ("room", way)
         return None
 
     def _do(self, action: Action) -> list[int]:
@@ -82,13 +83,13 @@ class Replay:
         woken: list[int] = []
         if action.kind in SENDS:
             way = direction_of(action)
-            self._sent[way].append(action.microbatch)
+            self._messages[way].append(action.microbatch)
             self._there.add((way, action.microbatch))
             woken += self._wake("message", way)
         elif action.kind in RECVS:
-            self._held[action.stage, action.microbatch].append(direction_of(action))
+            self._unreleased[action.stage, action.microbatch].append(direction_of(action))
         for key in self._back.get(action, ()):
-            for way in self._held.pop(key, ()):
+            for way in self._unreleased.pop(key, ()):
                 self._returned.add((way, key[1]))
                 woken += self._wake("room", way)
         return woken

@@ -47,8 +47,8 @@ def check_messages(lowered: LoweredSchedule) -> None:
     if stuck:
         schedule = lowered.schedule
         lines = [f"  rank {one.rank}: {one.action} {one.why}" for one in stuck]
-        drawn = mark_positions(schedule, {one.rank: one.position for one in stuck})
-        raise PipelineScheduleError("\n".join([f"{schedule.title}: deadlock", *lines, drawn]))
+        drawing = mark_positions(schedule, {one.rank: one.position for one in stuck})
+        raise PipelineScheduleError("\n".join([f"{schedule.title}: deadlock", *lines, drawing]))
 
 
 def _check_links(schedule: Schedule, links: Sequence[Link] | None) -> None:
@@ -149,10 +149,10 @@ class _Rules:
     def _check_versions(self) -> None:
         """Check that every forward has the version of the weights that it uses."""
         schedule = self._schedule
-        for (stage, microbatch), (wanted, newest) in versions(schedule).items():
-            if wanted > newest:
+        for (stage, microbatch), (expected, newest) in versions(schedule).items():
+            if expected > newest:
                 rank, place = schedule.placement[stage], self._done[stage, Kind.F, microbatch]
-                what = f"uses the weights after {wanted} updates, but there have been {newest}"
+                what = f"uses the weights after {expected} updates, but there have been {newest}"
                 raise self._error(rank, place, what)
 
     def _error(self, rank: int, place: int, what: str) -> PipelineScheduleError:
@@ -181,10 +181,10 @@ class _Order:
                     if needed not in self._there:
                         raise self._error(rank, position, f"{needed} must come before it on rank {place[needed.stage]}")
                 self._there.add(action)
-        for (link, kind), (sent, received) in ways.items():
-            if sent != received:
+        for (link, kind), (sends, received) in ways.items():
+            if sends != received:
                 raise PipelineScheduleError(
-                    f"{self._schedule.title}: on link {link}, {kind}: microbatches are sent in the order {sent}, but "
+                    f"{self._schedule.title}: on link {link}, {kind}: microbatches are sent in the order {sends}, but "
                     f"received in the order {received}"
                 )
 
@@ -195,15 +195,15 @@ class _Order:
             return [Action(stage, Kind.F, microbatch)]
         if action.kind is Kind.SEND_B:
             return [self._backward(stage, microbatch)]
-        found = []
+        needed = []
         for (_, kind), other in needs(self._lowered, action):
             if place[other] != place[stage]:
-                found.append(Action(stage, Kind.RECV_F if kind is Kind.F else Kind.RECV_B, microbatch, other))
+                needed.append(Action(stage, Kind.RECV_F if kind is Kind.F else Kind.RECV_B, microbatch, other))
             elif kind is Kind.F:
-                found.append(Action(other, Kind.F, microbatch))
+                needed.append(Action(other, Kind.F, microbatch))
             else:
-                found.append(self._backward(other, microbatch))
-        return found
+                needed.append(self._backward(other, microbatch))
+        return needed
 
     def _backward(self, stage: int, microbatch: int) -> Action:
         split = Action(stage, Kind.I, microbatch)

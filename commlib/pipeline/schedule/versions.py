@@ -14,7 +14,7 @@ def versions(schedule: Schedule) -> dict[tuple[int, int], tuple[int, int]]:
     A version is a number of updates. The microbatches from one update to the next form a batch. `Weights.PREVIOUS`:
     batch t uses W(t - 1), and the first two use W(0), on all stages alike.
     """
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    result: dict[tuple[int, int], tuple[int, int]] = {}
     updates: Counter[int] = Counter()
     for program in schedule.programs:
         for action in program:
@@ -23,9 +23,9 @@ def versions(schedule: Schedule) -> dict[tuple[int, int], tuple[int, int]]:
             elif action.kind is Kind.F:
                 newest = updates[action.stage]
                 previous = max(0, action.microbatch // (schedule.every or schedule.microbatches) - 1)
-                wanted = previous if schedule.weights is Weights.PREVIOUS else newest
-                found[action.stage, action.microbatch] = wanted, newest
-    return found
+                expected = previous if schedule.weights is Weights.PREVIOUS else newest
+                result[action.stage, action.microbatch] = expected, newest
+    return result
 
 
 def count_versions(schedule: Schedule) -> tuple[int, ...]:

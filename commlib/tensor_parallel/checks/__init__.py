@@ -1,1 +1,1 @@
-"""Checks of sharded models: compare outputs and gradients with those of the unsharded model."""
+"""Checks of sharded models: compare outputs and gradients with the unsharded model's."""

@@ -49,10 +49,10 @@ def stride(elements: int) -> int:
 
 def whole_shape(shape: Sequence[int | None], sequence: int | None) -> tuple[int | None, ...]:
     """Return a shape without the length along `sequence`, which may differ between ranks."""
-    found = list(shape)
+    whole = list(shape)
     if sequence is not None:
-        found[sequence] = None
-    return tuple(found)
+        whole[sequence] = None
+    return tuple(whole)
 
 
 class Note(NamedTuple):
@@ -185,9 +185,9 @@ def check_alike(
     everyone: Array = axis.comm.all_gather(np.array([mine], np.float64))
     norms, prints, sums = np.split(everyone, [len(notes), 2 * len(notes)], 1)
     start = f"{what} on rank {axis.rank} of {axis.comm.name}"
-    said = [_find_differing_note(axis, notes, norms, prints), _find_differing_weight(axis, names, sums, dtypes)]
-    if any(said):
-        raise MismatchError(f"{start}: {'; and '.join(text for text in said if text)}. {_NEEDED}")
+    problems = [_find_differing_note(axis, notes, norms, prints), _find_differing_weight(axis, names, sums, dtypes)]
+    if any(problems):
+        raise MismatchError(f"{start}: {'; and '.join(text for text in problems if text)}. {_NEEDED}")
     _check_parts(start, notes, norms, prints)
 
 
@@ -199,17 +199,19 @@ def _find_differing_note(axis: ParallelAxis, notes: Sequence[Note], norms: Array
     for at, note in enumerate(notes):
         if note.is_part or not finite[at]:
             continue
-        apart = np.abs(prints[:, at] - prints[0, at])
+        differences = np.abs(prints[:, at] - prints[0, at])
         by, tolerance = "", 0.0
         if not note.is_exact:
             least = largest / 100 if note.is_gradient else 0.0
-            apart = np.maximum(apart, np.abs(norms[:, at] - norms[0, at])) / max(norms[:, at].max(), least, 1e-300)
+            differences = np.maximum(differences, np.abs(norms[:, at] - norms[0, at])) / max(
+                norms[:, at].max(), least, 1e-300
+            )
             by, tolerance = (
-                f", by {apart.max():.2g} of its norm",
+                f", by {differences.max():.2g} of its norm",
                 tolerance_of(note.dtype, has_codec=axis.codec is not None),
             )
-        if apart.max() > tolerance:
-            other = int(apart.argmax())
+        if differences.max() > tolerance:
+            other = int(differences.argmax())
             return (
                 "ranks have different values of a tensor that must be equal: "
                 f"{note}, differs between rank 0 and rank {other}{by}"
@@ -222,16 +224,16 @@ def _check_parts(start: str, notes: Sequence[Note], norms: Array, prints: Array)
     parts = [at for at, note in enumerate(notes) if note.is_part]
     if parts and norms[:, parts].any() and (prints[:, parts] == prints[:1, parts]).all():
         raise MismatchError(
-            f"{start}: {notes[parts[0]]}, is the same on all ranks, and so are all other tensors sharded along the "
+            f"{start}: {notes[parts[0]]}, is the same on all ranks, like all other tensors sharded along the "
             f"sequence. Expected each rank's shard: {DIVIDE}"
         )
 
 
 def _find_differing_weight(axis: ParallelAxis, names: Sequence[str], squares: Array, dtypes: Sequence[str]) -> str:
     """Return a description of the unsharded weight whose gradients differ most; "" if none do."""
-    if (found := worst_of(squares, dtypes, axis.codec is not None)) is None:
+    if (difference := worst_of(squares, dtypes, axis.codec is not None)) is None:
         return ""
-    worst, least, most = found
+    worst, least, most = difference
     norms = np.sqrt(squares[:, worst])
     return (
         "ranks have different gradients of an unsharded weight, which would diverge: the gradient of "

@@ -42,10 +42,10 @@ from commlib.snapshot.contents import attributes_of, list_held, may_have_attribu
 class SameObject:
     """An object compared by identity. It is not kept alive, and a new object at its address is not equal to it."""
 
-    __slots__ = ("_at", "_found")
+    __slots__ = ("_at", "_weak_value")
 
     def __init__(self, value: Any) -> None:
-        self._at, self._found = id(value), weakref.ref(value)
+        self._at, self._weak_value = id(value), weakref.ref(value)
 
     def __hash__(self) -> int:
         return self._at
@@ -53,8 +53,8 @@ class SameObject:
     def __eq__(self, other: object) -> bool:
         if type(other) is not SameObject or self._at != other._at:
             return False
-        found = self._found()
-        return found is not None and found is other._found()
+        target = self._weak_value()
+        return target is not None and target is other._weak_value()
 
 
 class ObjectContents(NamedTuple):
@@ -65,7 +65,7 @@ class ObjectContents(NamedTuple):
 
 
 def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = lambda _: None) -> Hashable:
-    """Return a description that separates an argument from those of other kinds: its type, and the types inside it.
+    """Return a description that separates an argument from arguments of other kinds: its type, and the types inside it.
 
     Flags, strings, paths, members of an enumeration and classes are described by value; functions by their code and by
     closures, defaults, and the object or class of a method; objects by their attributes. Strings in lists, which may be
@@ -78,15 +78,19 @@ def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = lambda _: Non
     """
     kind: Any = type(value)
     try:
-        leaf, asks, _ = _handlers_of(kind)
+        leaf, needs_more, _ = _handlers_of(kind)
     except TypeError:  # a class without a hash
         return SameObject(kind)
-    told: Hashable = None
+    content: Hashable = None
     if leaf is not None:
-        told = leaf(value)
-    elif asks:
-        told = kind_of_other(value)
-    return told if told is not None and type(told) is not ObjectContents else _ArgumentWalk(kind_of_other).of(value)
+        content = leaf(value)
+    elif needs_more:
+        content = kind_of_other(value)
+    return (
+        content
+        if content is not None and type(content) is not ObjectContents
+        else _ArgumentWalk(kind_of_other).of(value)
+    )
 
 
 class _ArgumentWalk:
@@ -95,43 +99,43 @@ class _ArgumentWalk:
     other: the framework's description. within: whether it is inside a function or object. left: remaining budget.
     """
 
-    __slots__ = ("_depth", "_known", "_temporaries", "left", "other", "within")
+    __slots__ = ("_depth", "_signatures", "_temporaries", "left", "other", "within")
 
     def __init__(self, other: Callable[[Any], Any]) -> None:
         self.other, self.within, self.left = other, False, _MOST
         self._depth = 0
-        self._known: dict[int, Any] = {}
+        self._signatures: dict[int, Any] = {}
         self._temporaries: list[Any] = []
 
     def of(self, value: Any) -> Any:
         """Return the description of a value. A reference to an enclosing value is described by its depth."""
         kind: Any = type(value)
         try:
-            leaf, asks, handle = _handlers_of(kind)
+            leaf, needs_more, handle = _handlers_of(kind)
         except TypeError:
             return SameObject(kind)
         if leaf is not None:
             return leaf(value)
-        if asks:
-            told = self.other(value)
-            if type(told) is ObjectContents:
-                value, handle = self.keep(told), _holding
-            elif told is not None:
-                return told
+        if needs_more:
+            content = self.other(value)
+            if type(content) is ObjectContents:
+                value, handle = self.keep(content), _holding
+            elif content is not None:
+                return content
         if handle is None:
             return type(value)
-        known = self._known.get(id(value))
-        if known is not None:
-            return known
+        cached = self._signatures.get(id(value))
+        if cached is not None:
+            return cached
         if self.left <= 0 or self._depth == _DEEP:
             return _beyond_budget(value)
-        self._known[id(value)] = _AGAIN, self._depth
+        self._signatures[id(value)] = _AGAIN, self._depth
         self._depth += 1
         self.left -= 1
-        found = handle(value, self)
+        signature = handle(value, self)
         self._depth -= 1
-        self._known[id(value)] = found
-        return found
+        self._signatures[id(value)] = signature
+        return signature
 
     def keep(self, value: Any) -> Any:
         """Keep a temporary value alive, and return it: a new object could reuse its id."""
@@ -141,20 +145,20 @@ class _ArgumentWalk:
     def all_within(self, values: Iterable[Any]) -> tuple[Any, ...]:
         """Return descriptions of the contents of a function or an object."""
         before, self.within = self.within, True
-        found = tuple([self.of(one) for one in values])
+        signatures = tuple([self.of(one) for one in values])
         self.within = before
-        return found
+        return signatures
 
 
 Leaf = Callable[[Any], Any]
 Handle = Callable[[Any, _ArgumentWalk], Any]
 Ways = tuple[Leaf | None, bool, Handle | None]
-"""A function that describes a value; else whether the framework is asked first, and a function that walks it."""
+"""A function that describes a value; else whether the framework's is tried first, and a function that walks it."""
 
 
 @functools.lru_cache(1000)
 def _handlers_of(kind: Any) -> Ways:
-    """Return the describing functions for a type. Values are not asked for their class: some belong to a trace."""
+    """Return the describing functions for a type. No value's `__class__` is read: some values belong to a trace."""
     if kind in _NUMBERS:
         return _TYPE
     if kind in (bool, str, np.bool_):
@@ -221,8 +225,8 @@ def _method(value: Any, walk: _ArgumentWalk) -> Any:
 
 
 def _partial(value: Any, walk: _ArgumentWalk) -> Any:
-    held = value.func, *value.args, *value.keywords.values()
-    return type(value), *value.keywords, *walk.all_within(held)
+    members = value.func, *value.args, *value.keywords.values()
+    return type(value), *value.keywords, *walk.all_within(members)
 
 
 def _builtin(value: Any, walk: _ArgumentWalk) -> Any:
@@ -273,14 +277,14 @@ def _elements(value: Any, walk: _ArgumentWalk, length: int, sample: list[Any]) -
     if types == _BOOL:
         return type(value), *(sample if length <= _SHORT else [one for one in (False, True) if one in value])
     kinds = [str if type(one) is str else walk.of(one) for one in sample]
-    told = frozenset(kinds)
+    distinct = frozenset(kinds)
     if walk.within:
-        left = told - _COUNTLESS
-        return type(value), left, length > 1 and bool(left)
-    if len(told) > 1 and length <= _SHORT:
+        countable = distinct - _COUNTLESS
+        return type(value), countable, length > 1 and bool(countable)
+    if len(distinct) > 1 and length <= _SHORT:
         return type(value), *kinds
-    is_counted = length > 1 and not told & _COUNTLESS
-    return (type(value), told, length) if is_counted else (type(value), told)
+    is_counted = length > 1 and not distinct & _COUNTLESS
+    return (type(value), distinct, length) if is_counted else (type(value), distinct)
 
 
 def _set(value: Any, walk: _ArgumentWalk) -> Any:
@@ -371,7 +375,7 @@ _OPEN = frozenset((
     "builtins", "collections", "_collections", "_collections_abc", "abc", "typing", "types", "functools", "_functools",
     "operator", "_operator", "argparse", "dataclasses", "contextlib", "enum", "numbers",
 ))  # fmt: skip
-"""Packages of the standard library whose objects are visited, and so are those of derived classes."""
+"""Packages of the standard library whose objects are visited, and so are objects of derived classes."""
 
 _LEAVES: tuple[tuple[Any, Leaf], ...] = (
     (Enum, _member),

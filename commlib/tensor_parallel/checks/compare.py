@@ -23,7 +23,7 @@ class ComparedPair:
 
     dim: dimension along which it is sharded, one piece on each rank in rank order. shard: the shard, in other cases.
     floor: lower bound of the largest element that differences are relative to: some gradients are zero except for
-    rounding, such as that of a bias of keys.
+    rounding, such as the gradient of a bias of keys.
     """
 
     what: str
@@ -44,7 +44,7 @@ def compare(
     """Raise UsageError on all ranks if a value differs on any rank: names the first one, the difference, and the ranks.
 
     Collective. Ranks must give the same pairs. tolerance: relative to the largest element of the full value; by default
-    that of `TOLERANCES` for the coarsest dtype among the values. against: owner of the full values, for the error.
+    from `TOLERANCES`, for the coarsest dtype among the values. against: owner of the full values, for the error.
     """
     if tolerance is None:
         tolerance = max((TOLERANCES.get(pair.own.dtype.name, 0.0) for pair in pairs), default=0.0)
@@ -52,37 +52,37 @@ def compare(
     everyone = axis.comm.all_gather_object(lengths)
     if len({len(given) for given in everyone}) > 1:
         raise UsageError(f"verify: ranks ran {[len(given) for given in everyone]} steps: give all ranks the same batch")
-    found: tuple[int, str] | None = None
+    difference: tuple[int, str] | None = None
     for at, pair in enumerate(pairs):
         start = sum(given[at] for given in everyone[: axis.rank])
-        said = _describe_difference(pair, start, tolerance)
-        if said:
-            found = (at, said)
+        text = _describe_difference(pair, start, tolerance)
+        if text:
+            difference = (at, text)
             break
-    told = axis.comm.all_gather_object(found)
-    first = min((one[0] for one in told if one is not None), default=None)
+    answers = axis.comm.all_gather_object(difference)
+    first = min((one[0] for one in answers if one is not None), default=None)
     if first is not None:
-        ranks = [rank for rank, one in enumerate(told) if one is not None and one[0] == first]
-        said = next(one[1] for one in told if one is not None and one[0] == first)
+        ranks = [rank for rank, one in enumerate(answers) if one is not None and one[0] == first]
+        text = next(one[1] for one in answers if one is not None and one[0] == first)
         raise UsageError(
             f"verify: {pairs[first].what} differs from {against}, the first of {len(pairs)} in order: "
-            f"{said}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {axis.size}"
+            f"{text}, on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {axis.size}"
         )
 
 
 def find_differences(axis: ParallelAxis, pairs: list[ComparedPair], tolerance: float) -> dict[int, str]:
     """Return texts of the pairs that differ on this rank, by index. Collective: all ranks give the same pairs."""
-    found = {
+    texts = {
         at: _describe_difference(pair, start, tolerance) for at, (pair, start) in enumerate(_with_offsets(axis, pairs))
     }
-    return {at: said for at, said in found.items() if said}
+    return {at: text for at, text in texts.items() if text}
 
 
 def _with_offsets(axis: ParallelAxis, pairs: list[ComparedPair]) -> list[tuple[ComparedPair, int]]:
     """Return pairs, each with the offset of this rank's shard in the full value."""
     lengths = [0 if pair.dim is None or pair.dim >= pair.own.ndim else pair.own.shape[pair.dim] for pair in pairs]
     before = axis.comm.all_gather_object(lengths)[: axis.rank]
-    return [(pair, sum(given[at] for given in before)) for at, pair in enumerate(pairs)]
+    return [(pair, sum(sizes[at] for sizes in before)) for at, pair in enumerate(pairs)]
 
 
 def _describe_difference(pair: ComparedPair, start: int, tolerance: float) -> str:
@@ -98,7 +98,7 @@ def _describe_difference(pair: ComparedPair, start: int, tolerance: float) -> st
 def difference(own: Array, expected: Array, tolerance: float | None = None, *, largest: float | None = None) -> str:
     """Return by how much an array differs from the expected one, as text; "" if it does not.
 
-    tolerance: relative to `largest`, by default the largest expected element; by default that of `TOLERANCES`
+    tolerance: relative to `largest`, by default the largest expected element; by default from `TOLERANCES`
     for the dtype. NaN equals NaN.
     """
     if own.shape != expected.shape:
@@ -114,8 +114,8 @@ def difference(own: Array, expected: Array, tolerance: float | None = None, *, l
     ours, theirs = own.astype(kind), expected.astype(kind)
     same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
     with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(ours - theirs))
-    worst = float(np.max(apart)) if not np.isnan(apart).any() else float("nan")
+        distance = np.where(same, 0.0, np.abs(ours - theirs))
+    worst = float(np.max(distance)) if not np.isnan(distance).any() else float("nan")
     if worst <= limit * largest:
         return ""
     relative = worst / largest if largest else float("inf")

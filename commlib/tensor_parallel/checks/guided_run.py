@@ -39,16 +39,16 @@ class GuidedRun:
         for step in whole.trace.steps:
             if is_guided(step):
                 self._calls.setdefault(step.layer, []).append(step)
-        self._calls_made: dict[str, int] = {}
+        self._call_counts: dict[str, int] = {}
 
     def begin(self) -> None:
         """Start a run: reset the counts of layer calls."""
-        self._calls_made.clear()
+        self._call_counts.clear()
 
     def called(self, layer: str) -> TraceStep | None:
         """Return the unsharded run's step of a layer's next call; None for other layers, or after the last call."""
-        calls, at = self._calls.get(layer, ()), self._calls_made.get(layer, 0)
-        self._calls_made[layer] = at + 1
+        calls, at = self._calls.get(layer, ()), self._call_counts.get(layer, 0)
+        self._call_counts[layer] = at + 1
         return calls[at] if at < len(calls) else None
 
     def inputs(self, step: TraceStep) -> tuple[int, ...]:
@@ -63,8 +63,8 @@ class GuidedRun:
         state = self._checked.states[step.outputs[0]]
         if not (self.cuts and state.is_divided):
             return None
-        found = sharding_of(self._shape(step.outputs[0]), state, self._styles.get(step.layer))
-        return state.dim, found.spans(self._axis.rank, self._axis.size)
+        sharding = sharding_of(self._shape(step.outputs[0]), state, self._styles.get(step.layer))
+        return state.dim, sharding.spans(self._axis.rank, self._axis.size)
 
     def _shape(self, value: int) -> tuple[int, ...]:
         return self.whole.trace.shapes[value]

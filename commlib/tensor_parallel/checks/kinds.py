@@ -24,20 +24,20 @@ class CallKinds:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Hashable] = {}
+        self._kinds: dict[Hashable, Hashable] = {}
         self._failures = Counter[Hashable]()
         self.looks = 0
 
     def __contains__(self, kind: Hashable) -> bool:
-        return kind in self._known
+        return kind in self._kinds
 
     def add(self, kind: Hashable) -> None:
         """Mark a kind as known, without a check."""
-        self._known[kind] = None
+        self._kinds[kind] = None
 
     def settle(self, kind: Hashable, way: Hashable = None) -> None:
         """Record a successful check of a call of a kind. way: see `Trace.way`."""
-        self._known[kind] = way
+        self._kinds[kind] = way
         self.looks += 1
 
     def miss(self, kind: Hashable) -> bool:
@@ -53,16 +53,16 @@ class CallKinds:
 
     def way(self, kind: Hashable) -> Hashable:
         """Return the operations that the model runs in calls of a kind (see `Trace.way`); None if unknown."""
-        return self._known.get(kind)
+        return self._kinds.get(kind)
 
     def forget(self) -> None:
         """Forget all kinds, because the model has changed. The number of checks is kept."""
-        self._known.clear()
+        self._kinds.clear()
 
     def __deepcopy__(self, memo: Any) -> CallKinds:
-        found = object.__new__(CallKinds)
-        found._known, found._failures, found.looks = dict(self._known), Counter(self._failures), self.looks
-        return found
+        copied = object.__new__(CallKinds)
+        copied._kinds, copied._failures, copied.looks = dict(self._kinds), Counter(self._failures), self.looks
+        return copied
 
     @property
     def too_many(self) -> bool:

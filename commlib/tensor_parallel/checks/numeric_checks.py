@@ -88,8 +88,8 @@ class Verdict:
         if self.untold:
             return list(doubts)
         kinds = ("unknown", "unseen", "number")
-        told = (one for one in doubts if (one.stays or one.step.kind in kinds) and f"{one}" not in self.met)
-        return [*told, *self.more]
+        relevant = (one for one in doubts if (one.stays or one.step.kind in kinds) and f"{one}" not in self.met)
+        return [*relevant, *self.more]
 
 
 def compare_numbers(
@@ -127,40 +127,40 @@ def _compare_values(
 ) -> Verdict:
     evaluate = False
     whole = model.forward(call, styles, None, evaluate=evaluate)
-    untold, draws = _agree(axis, _why_not_reference(axis, whole, styles), whole is not None and whole.draws)
-    if divided and not untold:
-        untold = _compare_inputs(axis, whole)
-    if draws and not untold:
+    reason, draws = _agree(axis, _why_not_reference(axis, whole, styles), whole is not None and whole.draws)
+    if divided and not reason:
+        reason = _compare_inputs(axis, whole)
+    if draws and not reason:
         evaluate = True
         whole = model.forward(call, styles, None, evaluate=evaluate)
-        untold, draws = _agree(axis, _why_not_reference(axis, whole, styles), whole is not None and whole.draws)
-    if untold or whole is None:
-        return Verdict(untold)
+        reason, draws = _agree(axis, _why_not_reference(axis, whole, styles), whole is not None and whole.draws)
+    if reason or whole is None:
+        return Verdict(reason)
     checked = check(whole.trace, styles, divided_output=True, size=axis.size)
     own = model.forward(part, styles, GuidedRun(axis, whole, styles, checked, cuts=not divided), evaluate=evaluate)
     assert own is not None
-    untold, _ = _agree(axis, "it communicates outside of layers" if own.communicates else "", False)
-    if untold:
-        return Verdict(untold)
+    reason, _ = _agree(axis, "it communicates outside of layers" if own.communicates else "", False)
+    if reason:
+        return Verdict(reason)
     failed = next(
         (one for one in axis.comm.all_gather_object(_find_failure(axis, whole, own, styles, checked)) if one), None
     )
     if failed is not None:
         return Verdict(failed.said, failed=failed)
-    found = _RunComparison(axis, whole, own, styles, checked, divided_output).verdict()
-    if found.difference is None:
+    verdict = _RunComparison(axis, whole, own, styles, checked, divided_output).verdict()
+    if verdict.difference is None:
         own_alike = _alike(whole.results, own.results) and _are_read_numbers_near(whole, own, checked)
         same = all(axis.comm.all_gather_object(own_alike))  # numbers count, and values made of them
         unsettled = set() if same else {"number"}
-        if found.trusts_backward:
+        if verdict.trusts_backward:
             unsettled.add("unknown")
         settled = (one for one in checked.doubts if not one.stays and one.step.kind not in unsettled)
         more = tuple(one for one in checked.doubts if one.step.kind == "gradient")
-        return replace(found, met=frozenset(map(str, settled)), more=more)
+        return replace(verdict, met=frozenset(map(str, settled)), more=more)
     if draws:
         return Verdict("it draws random numbers in evaluation mode, too")
     return Verdict(
-        difference=replace(found.difference, suspects=_doubts_before(found.difference.step, whole.trace, checked))
+        difference=replace(verdict.difference, suspects=_doubts_before(verdict.difference.step, whole.trace, checked))
     )
 
 
@@ -169,7 +169,7 @@ def _alike(whole: Sequence[float], own: Sequence[float]) -> bool:
 
 
 def _are_read_numbers_near(whole: TracedRun, own: TracedRun, checked: CheckedPlan) -> bool:
-    """Return whether numbers that were read from tensors equal those of the unsharded run, where rules cannot decide.
+    """Return whether numbers that were read from tensors equal the unsharded run's, where rules cannot decide.
 
     The model may keep such numbers, so values derived from them may not occur in this call.
     """
@@ -177,10 +177,10 @@ def _are_read_numbers_near(whole: TracedRun, own: TracedRun, checked: CheckedPla
     every, ours = ([step for step in run.trace.steps if step.kind == "number"] for run in (whole, own))
     if len(every) != len(ours):
         return False
-    asked = [(one, other) for one, other in zip(every, ours, strict=True) if id(one) in doubted and one.dim < 0]
+    doubted_pairs = [(one, other) for one, other in zip(every, ours, strict=True) if id(one) in doubted and one.dim < 0]
     pairs = [
         (whole.values[value], own.values[part])
-        for step, local in asked
+        for step, local in doubted_pairs
         for value, part in zip(step.inputs, local.inputs, strict=False)
     ]
     return all(one.shape == part.shape and _is_near(one, part) for one, part in pairs)
@@ -218,9 +218,9 @@ def _why_not_reference(axis: ParallelAxis, whole: TracedRun | None, styles: Mapp
 def _compare_inputs(axis: ParallelAxis, whole: TracedRun | None) -> str:
     """Return "" if ranks call the model with the same values; otherwise there is no common reference. Collective."""
     steps = () if whole is None else whole.trace.steps
-    given = [whole.values[value] for step in steps if whole and step.kind == "given" for value in step.outputs]
-    said = [f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in given]
-    everyone = axis.comm.all_gather_object(said)
+    inputs = [whole.values[value] for step in steps if whole and step.kind == "given" for value in step.outputs]
+    digests = [f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in inputs]
+    everyone = axis.comm.all_gather_object(digests)
     if all(one == everyone[0] for one in everyone):
         return ""
     places = [at for at, texts in enumerate(zip(*everyone, strict=False)) if len(set(texts)) > 1]
@@ -245,9 +245,9 @@ def _find_failure(
     return ValueDifference(step, state, f"with this rank's shard it fails, at {step.at}: {own.error}")
 
 
-def _agree(axis: ParallelAxis, said: str, flag: bool) -> tuple[str, bool]:
+def _agree(axis: ParallelAxis, own: str, flag: bool) -> tuple[str, bool]:
     """Return the first non-empty text of the ranks, and whether any rank has the flag. Collective."""
-    everyone = axis.comm.all_gather_object((said, flag))
+    everyone = axis.comm.all_gather_object((own, flag))
     return next((text for text, _ in everyone if text), ""), any(raised for _, raised in everyone)
 
 
@@ -265,7 +265,7 @@ class _RunComparison:
     ) -> None:
         self._axis, self._whole, self._own, self._styles = axis, whole, own, styles
         self._states, self._divided_output = checked.states, divided_output
-        self._came = checked.sequences_sharded
+        self._sequences_sharded = checked.sequences_sharded
 
     def verdict(self) -> Verdict:
         """Return the first value that differs, if a layer's or the model's value does on any rank. Collective.
@@ -275,12 +275,12 @@ class _RunComparison:
         every, layers = (self._steps(trace) for trace in (self._whole.trace, self._own.trace))
         alike = [self._names(steps) for steps in (every, layers)]
         same = alike[0] == alike[1]
-        told = self._axis.comm.all_gather_object((same, alike[0]))
-        if not all(one and names == told[0][1] for one, names in told):
+        answers = self._axis.comm.all_gather_object((same, alike[0]))
+        if not all(one and names == answers[0][1] for one, names in answers):
             every, layers = ([step for step in steps if step.layer] for steps in (every, layers))
             alike = [self._names(steps) for steps in (every, layers)]
-            told = self._axis.comm.all_gather_object((alike[0] == alike[1], alike[0]))
-            if not all(one and names == told[0][1] for one, names in told):
+            answers = self._axis.comm.all_gather_object((alike[0] == alike[1], alike[0]))
+            if not all(one and names == answers[0][1] for one, names in answers):
                 return Verdict(difference=self._first_other_step(every, layers))
         has_gradients = self._whole.arriving is not None and self._own.arriving is not None
         compared, custom = all(self._axis.comm.all_gather_object(has_gradients)), self._whole.is_custom
@@ -302,11 +302,11 @@ class _RunComparison:
             (at for at, (one, other) in enumerate(zip(*names, strict=False)) if one != other), min(map(len, names))
         )
         step = whole[min(at, len(whole) - 1)] if whole else TraceStep("", "unknown", (), ())
-        said = "the unsharded model calls it here, but a rank with its shard calls another layer, or none"
-        told: list[tuple[int, ValueDifference]] = self._axis.comm.all_gather_object(
-            (at, ValueDifference(step, COMPUTED, said))
+        text = "the unsharded model calls it here, but a rank with its shard calls another layer, or none"
+        answers: list[tuple[int, ValueDifference]] = self._axis.comm.all_gather_object(
+            (at, ValueDifference(step, COMPUTED, text))
         )
-        return min(told, key=lambda one: one[0])[1]
+        return min(answers, key=lambda one: one[0])[1]
 
     def _pairs(
         self, whole: list[TraceStep], own: list[TraceStep]
@@ -344,7 +344,7 @@ class _RunComparison:
         """
         shapes = self._whole.trace.shapes[value], self._own.trace.shapes[part]
         other = [dim for dim, (length, own) in enumerate(zip(*shapes, strict=False)) if length != own]
-        is_part = self._came and len(other) == 1 and len(shapes[0]) == len(shapes[1])
+        is_part = self._sequences_sharded and len(other) == 1 and len(shapes[0]) == len(shapes[1])
         return Placement("sequence", other[0], CALLER) if is_part else COMPUTED
 
     def _ends(self) -> Iterator[tuple[str, int, int]]:
@@ -365,8 +365,8 @@ class _RunComparison:
         for step, local in zip(whole, own, strict=True):
             for value, part in zip(step.outputs, local.outputs, strict=True):
                 state = self._states[value]
-                lies = state.is_divided and not state.inner and state.copies(self._axis.size) == 1
-                if value in theirs and part in ours and (lies or state == COMPUTED) and self._can_pair(state):
+                is_shard = state.is_divided and not state.inner and state.copies(self._axis.size) == 1
+                if value in theirs and part in ours and (is_shard or state == COMPUTED) and self._can_pair(state):
                     what = f"the gradient that it returns for {step.where}"
                     pair = self._make_pair(what, ours[part], theirs[value], state)
                     yield replace(pair, floor=largest / 1000), self._function_after(value) or step, state, True
@@ -412,25 +412,25 @@ class _RunComparison:
         sharding = sharding_of(whole.shape, state, self._styles.get(state.by))
         return ComparedPair(what, own, whole, shard=Shard(self._axis, sharding))
 
-    def _find_difference(self, found: list[tuple[ComparedPair, TraceStep, Placement, bool]]) -> Verdict:
-        pairs = [one[0] for one in found]
+    def _find_difference(self, compared: list[tuple[ComparedPair, TraceStep, Placement, bool]]) -> Verdict:
+        pairs = [one[0] for one in compared]
         coarsest = max((TOLERANCES.get(pair.own.dtype.name, 0.0) for pair in pairs), default=0.0)
         tolerance = min(_MOST, _SLACK * coarsest)
-        said = find_differences(self._axis, pairs, tolerance)
-        deciding = [at for at in said if found[at][3]]
+        texts = find_differences(self._axis, pairs, tolerance)
+        deciding = [at for at in texts if compared[at][3]]
         floats = [at for at in deciding if pairs[at].own.dtype.name in TOLERANCES]
-        told = self._axis.comm.all_gather_object((min(floats, default=None), bool(deciding)))
-        decides = min((at for at, _ in told if at is not None), default=None)
-        if decides is None:  # rounding may change indices, such as that of a maximum
-            return Verdict("integers differ, and no floats" if any(differs for _, differs in told) else "")
-        own = min((at for at in said if at <= decides), default=None)
-        everyone = self._axis.comm.all_gather_object(None if own is None else (own, said[own]))
+        answers = self._axis.comm.all_gather_object((min(floats, default=None), bool(deciding)))
+        decides = min((at for at, _ in answers if at is not None), default=None)
+        if decides is None:  # rounding may change indices, such as the index of a maximum
+            return Verdict("integers differ, and no floats" if any(differs for _, differs in answers) else "")
+        own = min((at for at in texts if at <= decides), default=None)
+        everyone = self._axis.comm.all_gather_object(None if own is None else (own, texts[own]))
         at, text = min(one for one in everyone if one is not None)
         ranks = [rank for rank, one in enumerate(everyone) if one is not None and one[0] == at]
-        pair, step, state, _ = found[at]
+        pair, step, state, _ = compared[at]
         where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self._axis.size}"
-        said_of = f"{pair.what} differs from the unsharded model's on {where}: {text}"
-        return Verdict(difference=ValueDifference(step, state, said_of))
+        message = f"{pair.what} differs from the unsharded model's on {where}: {text}"
+        return Verdict(difference=ValueDifference(step, state, message))
 
 
 def make_plan_error(difference: ValueDifference) -> UsageError:

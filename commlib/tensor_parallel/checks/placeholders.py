@@ -17,11 +17,11 @@ from commlib.dtypes import Array
 def make_placeholder(name: str, shape: Sequence[int]) -> Array:
     """Return values for a weight with this name and unsharded shape: the same in every run, on every rank.
 
-    They have the magnitude of usual initialisations, so that activations keep theirs; those of vectors and scalars are
+    They have the magnitude of usual initialisations, so that activations keep theirs; vectors and scalars are
     positive, because they may be scales, or exponents.
     """
     random = np.random.default_rng(zlib.crc32(name.encode()))
-    found = random.uniform(0.25, 0.75, tuple(shape))
+    value = random.uniform(0.25, 0.75, tuple(shape))
     if len(shape) > 1:
-        found *= random.choice((-1.0, 1.0), tuple(shape)) / max(1, prod(shape[1:])) ** 0.5
-    return found
+        value *= random.choice((-1.0, 1.0), tuple(shape)) / max(1, prod(shape[1:])) ** 0.5
+    return value

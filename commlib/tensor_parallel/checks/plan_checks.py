@@ -99,52 +99,52 @@ def find_plan(
         trace = _trace(model, call, ())
         return trace, find_auto_plan(trace, axis.size, able)
 
-    trace, found = run_together(axis.comm, find)
-    _unshard_differing(model, axis, call, trace, found)
+    trace, result = run_together(axis.comm, find)
+    _unshard_differing(model, axis, call, trace, result)
     for other in others:
-        _unshard_breaking(other, axis, call, trace, found)
-    table = plan_table(found.plan, found.reasons, trace, axis.size)
+        _unshard_breaking(other, axis, call, trace, result)
+    table = plan_table(result.plan, result.reasons, trace, axis.size)
     if axis.rank == 0:
         report(table)
-    if not found.plan:
-        why = f":\n{table}" if found.reasons else "; it calls no layer that mixes features or looks up rows"
+    if not result.plan:
+        why = f":\n{table}" if result.reasons else "; it calls no layer that mixes features or looks up rows"
         raise UsageError(f'parallelize: plan="auto" finds no layer to shard: pass a plan{why}')
-    return found.plan
+    return result.plan
 
 
-def _unshard_differing(model: Model, axis: ParallelAxis, call: Any, trace: ModelTrace, found: AutoPlan) -> None:
+def _unshard_differing(model: Model, axis: ParallelAxis, call: Any, trace: ModelTrace, result: AutoPlan) -> None:
     """Unshard layers whose numbers differ although no rule is broken: a length that is used in arithmetic.
 
     Layers with a user-written gradient, which numbers cannot verify, are unsharded too. Collective.
     """
-    while found.plan and axis.size > 1:
-        verdict = compare_numbers(model, axis, found.plan, call, divided=False)
+    while result.plan and axis.size > 1:
+        verdict = compare_numbers(model, axis, result.plan, call, divided=False)
         if verdict.difference is not None:
-            leave_whole(trace, found, verdict.difference.step, verdict.difference.state, f"{verdict.difference}")
+            leave_whole(trace, result, verdict.difference.step, verdict.difference.state, f"{verdict.difference}")
         elif verdict.failed is not None:
-            leave_whole(trace, found, verdict.failed.step, verdict.failed.state, verdict.failed.said)
+            leave_whole(trace, result, verdict.failed.step, verdict.failed.state, verdict.failed.said)
         else:
-            doubts = check(trace, found.plan, divided_output=True, size=axis.size).doubts
-            left = [one for one in verdict.left(doubts) if one.is_of_gradient]
-            if not left:
+            doubts = check(trace, result.plan, divided_output=True, size=axis.size).doubts
+            remaining = [one for one in verdict.left(doubts) if one.is_of_gradient]
+            if not remaining:
                 return
-            leave_whole(trace, found, left[0].step, left[0].state, f"{left[0]}")
+            leave_whole(trace, result, remaining[0].step, remaining[0].state, f"{remaining[0]}")
 
 
-def _unshard_breaking(other: Model, axis: ParallelAxis, call: Any, trace: ModelTrace, found: AutoPlan) -> None:
+def _unshard_breaking(other: Model, axis: ParallelAxis, call: Any, trace: ModelTrace, result: AutoPlan) -> None:
     """Unshard layers that break a rule, or differ, in a mode in which the model deviates from its trace."""
     does, error = other.attempt(call, ())
     same = (does.steps, does.kept) == (trace.steps, trace.kept)
     if any(axis.comm.all_gather_object(error is not None or same)):
         return  # a model that fails in a mode cannot be called in it
-    while found.plan:
+    while result.plan:
         try:
-            check(does, found.plan, divided_output=False, size=axis.size)
+            check(does, result.plan, divided_output=False, size=axis.size)
         except PlanError as broken:
-            leave_whole(does, found, broken.step, broken.state, f"{broken}")
+            leave_whole(does, result, broken.step, broken.state, f"{broken}")
         else:
             break
-    _unshard_differing(other, axis, call, does, found)
+    _unshard_differing(other, axis, call, does, result)
 
 
 class PlanChecks:
@@ -199,19 +199,19 @@ class PlanChecks:
 
     def _compare_divided(self) -> None:
         local, error = self._model.attempt(self._call, self._styles)
-        if error is not None and _is_of_group(error):  # others failed before this layer, and all ranks know
+        if error is not None and _is_of_group(error):  # others failed before this layer, and all ranks have the error
             raise error
         run_together(self._axis.comm, lambda: self._compared(local, error))
         whole, self._run = self._run, None
         if whole is not None:
             own = self._model.run(self._call, self._styles, outputs_of(whole, self._styles, self._axis))
             compare_runs(self._axis, whole, own, self._styles, divided_output=self._divided_output)
-            left = [doubt for doubt in self._check_rules.doubts if doubt.stays]
-            _report(Verdict(), left, warns=self._axis.rank == 0)
+            remaining = [doubt for doubt in self._check_rules.doubts if doubt.stays]
+            _report(Verdict(), remaining, warns=self._axis.rank == 0)
 
     def _compared(self, local: ModelTrace, error: Exception | None) -> None:
         if error is None:
-            if not self._check_rules.sequences_sharded:  # else values come from the example: a part or all
+            if not self._check_rules.sequences_sharded:  # else values are from the example: a part or all
                 compare(self.whole, local, self._check_rules)
             return
         check(local, self._styles, divided_output=True, size=self._axis.size)
@@ -268,10 +268,10 @@ def _trace(model: Model, call: Any, styles: Collection[str]) -> ModelTrace:
 def check_first_call(axis: ParallelAxis, model: Model, call: Any, *, divided_output: bool, warns: bool) -> str:
     """Check the first call of a sharded model: rules like `check_call`, and numbers, on all ranks of `axis`.
 
-    The check is collective, because a rank with one token may find nothing wrong, and would go on to a collective that
-    the others never reach. If possible, the model runs unsharded and sharded. Returns on all ranks the error with which
+    The check is collective: a rank with one token may find nothing wrong, and would continue to a collective that the
+    others never reach. If possible, the model runs unsharded and sharded. Returns on all ranks the error with which
     both fail, so that little was checked; "" if none. Collective over the axis. Raises UsageError on all ranks, or
-    MismatchError on a rank that has gone on without finding the error.
+    MismatchError on a rank that has continued without finding the error.
     """
     with pause_watch(axis):
         try:
@@ -289,25 +289,27 @@ _LOOKED = (
 def _check_first_call(axis: ParallelAxis, model: Model, call: Any, *, divided_output: bool, warns: bool) -> str:
     styles = model.styles()
     attempted = model.attempt(call, styles)
-    if _is_of_group(attempted[1]):  # ranks made different calls, and all know: another collective would mismatch
+    if _is_of_group(attempted[1]):  # all ranks have this error, a mismatch: another collective would mismatch, too
         _check_rules(model, attempted, divided_output, axis.size)
     checked = run_together(axis.comm, lambda: _check_rules(model, attempted, divided_output, axis.size))
     if checked.sequences_sharded:
         note_joined(axis.comm)
-    came = _digest_of_parts(model.given(call), styles) if checked.sequences_sharded else 0
+    digest = _digest_of_parts(model.given(call), styles) if checked.sequences_sharded else 0
     way = digest_of(_describe_steps(attempted[0]))
-    told = axis.comm.all_gather_object((_why_not_comparable(model, axis, attempted, checked), came, checked.came, way))
-    ways, fail = [way for *_, way in told], any(said.startswith(_FAILS) for said, *_ in told)
+    answers = axis.comm.all_gather_object(
+        (_why_not_comparable(model, axis, attempted, checked), digest, checked.came, way)
+    )
+    ways, fail = [way for *_, way in answers], any(text.startswith(_FAILS) for text, *_ in answers)
     if warns and len(set(ways)) > 1 and not fail:
         _warn_of_other_steps(axis, ways)
-    if came and axis.size > 1 and all(other == came for _, other, *_ in told):
+    if digest and axis.size > 1 and all(other == digest for _, other, *_ in answers):
         raise UsageError(
             f"plan: all ranks of {axis.comm.name} call the model with the same values, but layers with sequence= "
             f"expect each rank's part of a sequence: {DIVIDE}"
         )
-    untold = next((said for said, *_ in told if said), "")
-    verdict = Verdict(untold if all(one[2] == checked.came for one in told) else PARTS)
-    fails = next((said.removeprefix(_FAILS) for said, *_ in told if said.startswith(_FAILS)), "")
+    reason = next((text for text, *_ in answers if text), "")
+    verdict = Verdict(reason if all(one[2] == checked.came for one in answers) else PARTS)
+    fails = next((text.removeprefix(_FAILS) for text, *_ in answers if text.startswith(_FAILS)), "")
     if fails:
         _refuse_failing(axis, model, call, attempted)
     if not verdict.untold:
@@ -341,17 +343,17 @@ def _warn_of_other_steps(axis: ParallelAxis, ways: Sequence[int]) -> None:
     )
 
 
-def _digest_of_parts(given: Sequence[Array], styles: Mapping[str, Style]) -> int:
+def _digest_of_parts(arrays: Sequence[Array], styles: Mapping[str, Style]) -> int:
     """Return a digest of a rank's sequence shards; 0 if all positions are equal, which is inconclusive."""
     dims = {
         dim
         for style in styles.values()
         if (dim := style.dim if isinstance(style, SequenceStyle) else getattr(style, "sequence", None)) is not None
     }
-    parts = [(one, dim) for one in given for dim in dims if -one.ndim <= dim < one.ndim and one.size]
+    parts = [(one, dim) for one in arrays for dim in dims if -one.ndim <= dim < one.ndim and one.size]
     if not any((part != part.take([0], dim)).any() for part, dim in parts):
         return 0
-    return digest_of([f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in given])
+    return digest_of([f"{one.dtype}{one.shape} {zlib.crc32(np.ascontiguousarray(one).tobytes())}" for one in arrays])
 
 
 def _refuse_failing(
@@ -387,8 +389,8 @@ def _why_not_comparable(
     if checked.inputs_sharded and not checked.came:
         return PARTS
     # Memory of a run of the unsharded model: four bytes for each of its values, and again for the values of each rank.
-    known = ((value, shape) for value, shape in trace.shapes.items() if UNKNOWN_LENGTH not in shape)
-    sizes = ((prod(shape), checked.states[value].is_divided) for value, shape in known)
+    known_shapes = ((value, shape) for value, shape in trace.shapes.items() if UNKNOWN_LENGTH not in shape)
+    sizes = ((prod(shape), checked.states[value].is_divided) for value, shape in known_shapes)
     most = 4 * sum(size * (axis.size + 1 if is_divided else 2) for size, is_divided in sizes)
     room = min(available_bytes() // axis.size, model.room())
     return "" if most <= room else f"the full model needs some {most >> 20} MiB, and a rank has {room >> 20} MiB"
@@ -466,18 +468,18 @@ def _check_rules(
 ) -> CheckedPlan:
     trace, error = attempted
     # If it failed for a reason other than the plan, the call itself will fail too.
-    found = check(trace, model.styles(), divided_output=divided_output or error is not None, size=size)
+    rules = check(trace, model.styles(), divided_output=divided_output or error is not None, size=size)
     if error is not None and _is_of_group(error):
         raise error
-    return found
+    return rules
 
 
 def _is_of_group(error: Exception | None) -> bool:
     return isinstance(error, CommlibError) and not isinstance(error, UsageError)
 
 
-def _warn(doubts: Sequence[Doubt], untold: str) -> None:
+def _warn(doubts: Sequence[Doubt], reason: str) -> None:
     if doubts:
         more = f" ({len(doubts) - 1} more like this)" if len(doubts) > 1 else ""
-        why = f"; numbers could not settle it either: {untold}" if untold else ""
+        why = f"; numbers could not settle it either: {reason}" if reason else ""
         warnings.warn(f"plan: {doubts[0]}{more}{why}", stacklevel=5)

@@ -24,7 +24,7 @@ class CommunicatingLayer(UsageError):
 
 
 def refuse_move(*args: Any, **options: Any) -> NoReturn:
-    """Replace an adapter's `moved` while a layer is tried, because the other ranks do not take part."""
+    """Replace an adapter's `moved` while a layer is tried, because the other ranks do not participate."""
     raise CommunicatingLayer("a layer that communicates between ranks is not tried on parts")
 
 
@@ -34,7 +34,7 @@ def are_parts(shapes: Sequence[Sequence[int]], dim: int) -> list[bool]:
     return [len(shape) > dim and shape[dim] == length for shape in shapes]
 
 
-def try_positions(calls: Sequence[Call], given: Sequence[Array], dim: int) -> str | None:
+def try_positions(calls: Sequence[Call], arrays: Sequence[Array], dim: int) -> str | None:
     """Return None if the results or gradients of a layer on parts differ from those on the joined parts along `dim`.
 
     Otherwise return the open doubt as text, with {} for the placement of its input; "" if there is none. calls: the
@@ -42,15 +42,15 @@ def try_positions(calls: Sequence[Call], given: Sequence[Array], dim: int) -> st
     its inputs; other parts are made of the sharded ones, see `are_parts`. A layer that communicates between ranks
     itself is called equally often on all of them.
     """
-    divided = are_parts([one.shape for one in given], dim)
-    draws = told = False
+    divided = are_parts([one.shape for one in arrays], dim)
+    draws = has_answer = False
     for call in calls:
         try:
             before = _calls_between_ranks()
-            first = call(given)
+            first = call(arrays)
             if any(group.call_number != count for group, count in before):
                 return ""
-            again = call(given)
+            again = call(arrays)
         except CommunicatingLayer:
             return ""
         except Exception:  # it cannot be called so
@@ -58,16 +58,16 @@ def try_positions(calls: Sequence[Call], given: Sequence[Array], dim: int) -> st
         if not _are_near(first, again):
             draws = True
             continue
-        others = [_make_other_part(given, divided, dim, change) for change in (_reorder, _upper_half, _lower_half)]
-        found = [_equals_on_parts(call, given, other, divided, dim) for other in others]
-        if False in found:
+        others = [_make_other_part(arrays, divided, dim, change) for change in (_reorder, _upper_half, _lower_half)]
+        results = [_equals_on_parts(call, arrays, other, divided, dim) for other in others]
+        if False in results:
             return None
-        if told := True in found:
-            long = _join(given, others[0], divided, dim)
+        if has_answer := True in results:
+            long = _join(arrays, others[0], divided, dim)
             if any(_equals_on_pieces(call, long, divided, dim, cut) is False for cut in (1, 3)):
                 return BY_LENGTH
             break
-    return UNTRIED if draws or not told else ""
+    return UNTRIED if draws or not has_answer else ""
 
 
 UNTRIED = (
@@ -86,11 +86,11 @@ def _calls_between_ranks() -> list[tuple[Any, int]]:
 
 
 def _equals_on_parts(
-    call: Call, given: Sequence[Array], other: Sequence[Array], divided: Sequence[bool], dim: int
+    call: Call, arrays: Sequence[Array], other: Sequence[Array], divided: Sequence[bool], dim: int
 ) -> bool | None:
     """Return whether a layer's results on two parts equal those on both joined; None if it cannot be called so."""
-    long = _join(given, other, divided, dim)
-    return _equals_on_pieces(call, long, divided, dim, given[0].shape[dim])
+    long = _join(arrays, other, divided, dim)
+    return _equals_on_pieces(call, long, divided, dim, arrays[0].shape[dim])
 
 
 def _equals_on_pieces(call: Call, whole: Sequence[Array], divided: Sequence[bool], dim: int, cut: int) -> bool | None:
@@ -115,16 +115,16 @@ def _join(first: Sequence[Array], second: Sequence[Array], divided: Sequence[boo
 
 
 def _make_other_part(
-    given: Sequence[Array], divided: Sequence[bool], dim: int, change: Callable[[Array, int], Array]
+    arrays: Sequence[Array], divided: Sequence[bool], dim: int, change: Callable[[Array, int], Array]
 ) -> list[Array]:
     """Return another part: sharded floats are replaced by others, integers and flags by `change`."""
-    found = []
-    for one, is_part in zip(given, divided, strict=True):
+    parts = []
+    for one, is_part in zip(arrays, divided, strict=True):
         if not is_part or one.dtype.kind in "biu":
-            found.append(change(one, dim) if is_part else one)
+            parts.append(change(one, dim) if is_part else one)
         else:
-            found.append((np.flip(one, dim) * one.dtype.type(0.5) + one.dtype.type(0.1)).astype(one.dtype))
-    return found
+            parts.append((np.flip(one, dim) * one.dtype.type(0.5) + one.dtype.type(0.1)).astype(one.dtype))
+    return parts
 
 
 def _reorder(part: Array, dim: int) -> Array:
@@ -139,15 +139,15 @@ def _reorder(part: Array, dim: int) -> Array:
 def _upper_half(part: Array, dim: int) -> Array:
     """Clamp integers to the upper half of their range."""
     least, most = (part.min(), part.max()) if part.size else (0, 0)
-    found: Array = np.maximum(part, part.dtype.type(int(most) - (int(most) - int(least)) // 2))
-    return found
+    result: Array = np.maximum(part, part.dtype.type(int(most) - (int(most) - int(least)) // 2))
+    return result
 
 
 def _lower_half(part: Array, dim: int) -> Array:
     """Clamp integers to the lower half of their range."""
     least, most = (part.min(), part.max()) if part.size else (0, 0)
-    found: Array = np.minimum(part, part.dtype.type(int(least) + (int(most) - int(least)) // 2))
-    return found
+    result: Array = np.minimum(part, part.dtype.type(int(least) + (int(most) - int(least)) // 2))
+    return result
 
 
 def _equals_joined(first: Array, second: Array, whole: Array, dim: int) -> bool:

@@ -73,13 +73,13 @@ class OutputPlacements:
         shape: of the output here. Collective over the axis for a sharded output.
         """
         whole = self.shapes[at] if self.shapes else shape
-        found = np.random.default_rng(at).standard_normal(whole)
+        values = np.random.default_rng(at).standard_normal(whole)
         if self.axis is None or not self.states[at].is_divided:
-            return found
+            return values
         dim = self.states[at].dim
         lengths = self.axis.comm.all_gather_object(shape[dim])
         start = sum(lengths[: self.axis.rank])
-        return found[(slice(None),) * dim + (slice(start, start + shape[dim]),)]
+        return values[(slice(None),) * dim + (slice(start, start + shape[dim]),)]
 
 
 WHOLE = OutputPlacements(None, (), ())
@@ -109,8 +109,8 @@ def compare_runs(
     call, which must be unsharded unless divided_output is given.
     """
     states = check(whole.trace, styles, divided_output=True, size=axis.size).states
-    kept = set() if divided_output else set(whole.trace.kept) - whole.trace.detached
-    ends = {value: COMPUTED for value in kept if states[value] == UNKNOWN and whole.trace.maker(value).inputs}
+    saved = set() if divided_output else set(whole.trace.kept) - whole.trace.detached
+    ends = {value: COMPUTED for value in saved if states[value] == UNKNOWN and whole.trace.maker(value).inputs}
     compare(axis, [*_values(axis, whole, own, {**states, **ends}), *_gradients(whole, own)], tolerance)
 
 
@@ -150,9 +150,9 @@ def _gradients(whole: TracedRun, own: TracedRun) -> Iterator[ComparedPair]:
         (float(np.abs(each).max()) for each in whole.gradients.values() if each is not None and each.size), default=0.0
     )
     for name, expected in whole.gradients.items():
-        came, what = own.gradients[name], f"the gradient of {name}"
-        if came is None and expected is None:
+        gradient, what = own.gradients[name], f"the gradient of {name}"
+        if gradient is None and expected is None:
             continue
-        if came is None or expected is None:
+        if gradient is None or expected is None:
             raise UsageError(f"verify: {what} exists in only one of the two models")
-        yield ComparedPair(what, came, expected, shard=own.shards.get(name), floor=largest / 100)
+        yield ComparedPair(what, gradient, expected, shard=own.shards.get(name), floor=largest / 100)

@@ -23,18 +23,18 @@ SeenWeights = Mapping[int, WeightShape]
 
 
 def list_weight_shapes(
-    found: Iterable[tuple[str, Any, Sharding]], axis: ParallelAxis | None = None, guide: GuidedRun | None = None
+    weights: Iterable[tuple[str, Any, Sharding]], axis: ParallelAxis | None = None, guide: GuidedRun | None = None
 ) -> SeenWeights:
     """Return the shapes of weights in an unsharded run, or with a guide in one rank's run; without an axis, no shapes.
 
-    found: (layer, weight, its current or future sharding). A comparison is always between an unsharded and a sharded
+    weights: (layer, weight, its current or future sharding). A comparison is always between an unsharded and a sharded
     model, whichever of the two runs.
     """
     if axis is None:
-        return {id(weight): WeightShape(weight, layer) for layer, weight, _ in found}
+        return {id(weight): WeightShape(weight, layer) for layer, weight, _ in weights}
     return {
         id(weight): WeightShape(
             weight, layer, sharding.shape if guide is None else sharding.local(axis.rank, axis.size)
         )
-        for layer, weight, sharding in found
+        for layer, weight, sharding in weights
     }

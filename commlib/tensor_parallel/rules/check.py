@@ -17,7 +17,7 @@ from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 class CheckedPlan:
     """The placements of all values, and open doubts about steps that may be right or wrong.
 
-    came_in_parts: whether inputs of the model are sharded already. sequences_came: whether they are so along a
+    inputs_sharded: whether inputs of the model are sharded already. sequences_sharded: whether they are so along a
     sequence. came: the sharded dimensions of such arguments, by index among the model's tensor arguments; empty if some
     are sharded in another way.
     """
@@ -61,17 +61,17 @@ def _sharded_arguments(following: ValueTracker) -> dict[int, int]:
     entered = following.entered
     if any(state.name != "sequence" for state in entered.values()):
         return {}
-    given = [step.outputs[0] for step in following.trace.steps if step.kind == "given"]
-    return {at: entered[value].dim for at, value in enumerate(given) if value in entered}
+    arguments = [step.outputs[0] for step in following.trace.steps if step.kind == "given"]
+    return {at: entered[value].dim for at, value in enumerate(arguments) if value in entered}
 
 
 def _check_tied(trace: ModelTrace, styles: Mapping[str, Style]) -> None:
     tables = {step.layer for step in trace.steps if step.kind == "table"}
     for names in trace.tied:
         if len({_tying_key(styles.get(name), name in tables) for name in names}) > 1:
-            said = ", ".join(f"{name}: {styles.get(name) or 'unsharded'}" for name in names)
+            text = ", ".join(f"{name}: {styles.get(name) or 'unsharded'}" for name in names)
             raise PlanError(
-                TraceStep(names[0], "weight", (), ()), "tied", f"they share it: {said}", "give them one style"
+                TraceStep(names[0], "weight", (), ()), "tied", f"they share it: {text}", "give them one style"
             )
 
 

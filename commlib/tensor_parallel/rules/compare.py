@@ -10,7 +10,7 @@ from commlib.tensor_parallel.trace import ModelTrace
 
 
 def compare(whole: ModelTrace, local: ModelTrace, checked: CheckedPlan) -> bool:
-    """Compare the shapes of a sharded model's values with those of the unsharded model, for the same input.
+    """Compare the shapes of a sharded model's values with the unsharded model's, for the same input.
 
     This finds models that use the full number of heads, or of features, where a rank has fewer. Returns whether the
     traces could be compared, which needs the same steps. Raises PlanError for the first wrong shape.
@@ -23,20 +23,20 @@ def compare(whole: ModelTrace, local: ModelTrace, checked: CheckedPlan) -> bool:
             continue  # may be, e.g., zeros in the shape of a shard
         for value, part in zip(step.outputs, own.outputs, strict=True):
             state = checked.states[value]
-            expected, came = whole.shapes.get(value, ()), local.shapes.get(part, ())
-            if state.name in ("whole", "features", "sequence") and not _fits(state, expected, came):
-                said = f"its result, {state}, has shape {list(expected)} unsharded, but {list(came)} on this rank"
+            expected, actual = whole.shapes.get(value, ()), local.shapes.get(part, ())
+            if state.name in ("whole", "features", "sequence") and not _fits(state, expected, actual):
+                text = f"its result, {state}, has shape {list(expected)} unsharded, but {list(actual)} on this rank"
                 todo = "use -1, or the length of a tensor, instead of a number in the model's reshapes"
-                raise PlanError(own, "shape", said, todo, state)
+                raise PlanError(own, "shape", text, todo, state)
     return True
 
 
-def _fits(state: Placement, expected: Shape, came: Shape) -> bool:
-    if len(expected) != len(came):
+def _fits(state: Placement, expected: Shape, actual: Shape) -> bool:
+    if len(expected) != len(actual):
         return False
     return all(
         length == UNKNOWN_LENGTH
         or part == UNKNOWN_LENGTH
         or (part <= length if state.is_divided and dim in (state.dim, state.inner or state.dim) else part == length)
-        for dim, (length, part) in enumerate(zip(expected, came, strict=True))
+        for dim, (length, part) in enumerate(zip(expected, actual, strict=True))
     )

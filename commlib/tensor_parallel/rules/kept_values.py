@@ -26,8 +26,8 @@ def check_kept(following: ValueTracker, value: int) -> None:
     state, step = following.of(value), following.trace.maker(value)
     is_detached = value in following.trace.detached
     if state == SHARED and not is_detached:
-        came = "it has Replicate(into_sharded=True), and is kept after the model's call with its gradient"
-        raise PlanError(step, "count", came, "remove into_sharded, or keep it without its gradient", state)
+        actual = "it has Replicate(into_sharded=True), and is kept after the model's call with its gradient"
+        raise PlanError(step, "count", actual, "remove into_sharded, or keep it without its gradient", state)
     is_of_part = is_detached and value in following.unknown  # otherwise numbers are compared
     if not (_is_part(following, state) or is_of_part):
         return

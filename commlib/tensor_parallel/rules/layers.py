@@ -25,8 +25,8 @@ def product(following: ValueTracker, step: TraceStep) -> Placement:
             todo = f"give it Row(), or set gather=True for {state.by}"
             raise PlanError(step, "whole", f"its input is {state}", todo, state)
         if state.is_divided:
-            came = f"its input is {state}, so each rank has a partial gradient of its weights"
-            raise PlanError(step, "gradient", came, "give it a Column with sequence=, or gather before it", state)
+            actual = f"its input is {state}, so each rank has a partial gradient of its weights"
+            raise PlanError(step, "gradient", actual, "give it a Column with sequence=, or gather before it", state)
         if state == UNKNOWN:
             return UNKNOWN
         return SHARED if isinstance(style, Replicate) and style.into_sharded else COMPUTED
@@ -54,11 +54,11 @@ def _fused_parts(following: ValueTracker, step: TraceStep, style: Column, out: i
     if not following.trace.whole:
         shared = [style.shares and 0 < count < following.size for count in units]
         here = [length // count if one else 0 for one, length, count in zip(shared, lengths, units, strict=True)]
-        left = following.shape(step.outputs[0])[out] - sum(here)
+        remaining = following.shape(step.outputs[0])[out] - sum(here)
         rest = sum(length for one, length in zip(shared, lengths, strict=True) if not one)
-        if any(not own and length * left % rest for own, length in zip(here, lengths, strict=True)):
+        if any(not own and length * remaining % rest for own, length in zip(here, lengths, strict=True)):
             return ()
-        lengths = tuple(own or length * left // rest for own, length in zip(here, lengths, strict=True))
+        lengths = tuple(own or length * remaining // rest for own, length in zip(here, lengths, strict=True))
     return tuple(zip(lengths, units, strict=True))
 
 
@@ -85,10 +85,10 @@ def _check_input(following: ValueTracker, step: TraceStep, sequence: int | None,
 
 def _row(following: ValueTracker, step: TraceStep, style: Row, state: Placement, dim: int) -> Placement:
     if state.name == "whole":
-        came_from_caller = state.origin == "given" and not following.trace.whole
-        if came_from_caller and not style.split:
+        is_from_caller = state.origin == "given" and not following.trace.whole
+        if is_from_caller and not style.split:
             following.mark_sharded(step, step.inputs[0], Placement("features", dim, CALLER))
-        if style.split or came_from_caller:
+        if style.split or is_from_caller:
             return _summed_state(following, step, style.sequence)
         raise PlanError(step, "row", "its input is unsharded", "give it split=True, or a Column before it", state)
     if state.is_divided:
@@ -119,8 +119,8 @@ def table(following: ValueTracker, step: TraceStep) -> Placement:
     if isinstance(style, Column) and style.sequence is not None:
         _check_input(following, step, style.sequence, step.inputs[0])
     elif state.is_divided:
-        came = f"its input is {state}, so each rank has a partial gradient of its weights"
-        raise PlanError(step, "gradient", came, "look up rows before they are sharded", state)
+        actual = f"its input is {state}, so each rank has a partial gradient of its weights"
+        raise PlanError(step, "gradient", actual, "look up rows before they are sharded", state)
     if isinstance(style, Vocabulary):
         return _summed_state(following, step, style.sequence)
     if isinstance(style, Column) and not style.gather:

@@ -36,13 +36,13 @@ def follow_given(following: ValueTracker, step: TraceStep) -> Placement:
     if step.equation is not None:  # of a function that was tried on shards
         return equation(following, step)
     if step.kind == "weight" and isinstance(following.styles.get(step.layer), Column | Row | Vocabulary):
-        came = f"{step.layer}'s weight is used outside it, so its gradient and its values are this rank's shard"
-        raise PlanError(step, "inside", came, "call the layer, or do not shard it")
+        actual = f"{step.layer}'s weight is used outside it, so its gradient and its values are this rank's shard"
+        raise PlanError(step, "inside", actual, "call the layer, or do not shard it")
     if step.kind == "weight" and isinstance(following.styles.get(step.layer), Sequence):
         calls = [one for one in following.trace.steps if one.layer == step.layer and one.kind == "equation"]
         if any(one.dims[0] >= 0 for one in calls):
-            came = f"{step.layer}'s weight is used outside it, so it has this rank's features only"
-            raise PlanError(step, "inside", came, "call the layer, or do not shard it")
+            actual = f"{step.layer}'s weight is used outside it, so it has this rank's features only"
+            raise PlanError(step, "inside", actual, "call the layer, or do not shard it")
         return SHARED
     for dim, length in enumerate(step.asked if step.kind == "constant" else ()):
         for source in sorted(sources_of(length), key=repr):  # in the same order on all ranks
@@ -58,7 +58,7 @@ def follow_given(following: ValueTracker, step: TraceStep) -> Placement:
 
 def unknown(following: ValueTracker, step: TraceStep) -> Placement:
     """Return UNKNOWN, unless all inputs are unsharded, or a style gives the placement."""
-    style, found = following.styles.get(step.layer), [following.of(value) for value in step.inputs]
+    style, states = following.styles.get(step.layer), [following.of(value) for value in step.inputs]
     if step.equation is not None:
         following.doubt(step, _UNKNOWN)
         return equation(following, step)
@@ -68,22 +68,22 @@ def unknown(following: ValueTracker, step: TraceStep) -> Placement:
             following.doubt(step, step.untold, stays=True)
         same = step.outputs and following.shape(step.inputs[0]) == following.shape(step.outputs[0])
         return following.of(step.inputs[0]) if same else UNKNOWN
-    if not all(state.name == "whole" for state in found):
+    if not all(state.name == "whole" for state in states):
         following.doubt(step, _UNKNOWN)
         return UNKNOWN
-    return SHARED if isinstance(style, Replicate) and style.into_sharded else combine_unsharded(found)
+    return SHARED if isinstance(style, Replicate) and style.into_sharded else combine_unsharded(states)
 
 
 def follow_slice(following: ValueTracker, step: TraceStep) -> Placement:
-    """Return the placement of an argument of a module, of which a rank may get its slice."""
+    """Return the placement of an argument of a module; a rank may get its slice of it."""
     state, style = following.of(step.inputs[0]), following.styles.get(step.layer)
     dim = following.dim(style.dim, step.inputs[0]) if isinstance(style, Slice) else 0
     length = following.shape(step.inputs[0])[dim]
     if not isinstance(style, Slice) or length == 1:
         return state
     if state.name != "whole" or state.origin not in ("constant", "given") or state.learns:
-        came = f"it has {style}, but its argument is {state}, and not a constant"
-        raise PlanError(step, "gradient", came, "remove it from the plan", state)
+        actual = f"it has {style}, but its argument is {state}, and not a constant"
+        raise PlanError(step, "gradient", actual, "remove it from the plan", state)
     return Placement("features", dim, step.layer, max(1, length // style.units), SETTLED)
 
 
@@ -94,8 +94,8 @@ def penalty(following: ValueTracker, step: TraceStep) -> Placement:
     if state == SHARED:
         raise count_error(step, state)
     if state.copies(following.size) > 1:
-        came = f"it counts elements that are {state}, with parts that ranks share"
-        raise PlanError(step, "count", came, f"give the regularizer to {state.by} itself", state)
+        actual = f"it counts elements that are {state}, with parts that ranks share"
+        raise PlanError(step, "count", actual, f"give the regularizer to {state.by} itself", state)
     return UNKNOWN
 
 
@@ -130,14 +130,14 @@ def gradient(following: ValueTracker, step: TraceStep) -> Placement:
 
 
 def _state_of_source(following: ValueTracker, value: int) -> Placement:
-    """Return the placement of a value; for results of users' functions that of their inputs of the same shape."""
+    """Return the placement of a value; for results of users' functions, of their inputs of the same shape."""
     state, maker = following.of(value), following.trace.maker(value)
     looks_at_elements = maker.kind in ("unseen", "unknown") or (maker.equation is not None and not maker.equation.needs)
     if state != UNKNOWN or not looks_at_elements:
         return state
     same = [one for one in maker.inputs if following.shape(one) == following.shape(value)]
-    found = {_state_of_source(following, one) for one in same}
-    return found.pop() if len(found) == 1 else UNKNOWN
+    states = {_state_of_source(following, one) for one in same}
+    return states.pop() if len(states) == 1 else UNKNOWN
 
 
 def equation(following: ValueTracker, step: TraceStep) -> Placement:
@@ -146,19 +146,19 @@ def equation(following: ValueTracker, step: TraceStep) -> Placement:
     assert terms is not None
     if isinstance(style, Sequence) and (step.weights or step.draws or _needs_full_dim(following, step, style)):
         _check_sequence(following, step, style)
-    found = [following.of(value) for value in step.inputs]
-    if step.asked and step.kind != "piece" and (expanded := _expand(following, step, found[0])) is not None:
+    states = [following.of(value) for value in step.inputs]
+    if step.asked and step.kind != "piece" and (expanded := _expand(following, step, states[0])) is not None:
         return expanded
-    if any(state.inner for state in found):
+    if any(state.inner for state in states):
         return UNKNOWN
-    if found == [SHARED] and not step.asked and (repeated := _repeat(following, step)) is not None:
+    if states == [SHARED] and not step.asked and (repeated := _repeat(following, step)) is not None:
         return repeated
-    refuse_unlike(following, step, found, terms.inputs)
-    if not any(state.is_divided for state in found) or UNKNOWN in found:
-        return place_unsharded(found)
-    lying = [(state, dims) for state, dims in zip(found, terms.inputs, strict=True) if state.is_divided]
+    refuse_unlike(following, step, states, terms.inputs)
+    if not any(state.is_divided for state in states) or UNKNOWN in states:
+        return place_unsharded(states)
+    divided_inputs = [(state, dims) for state, dims in zip(states, terms.inputs, strict=True) if state.is_divided]
     divided, dims = min(
-        lying, key=lambda one: one[0].copies(following.size)
+        divided_inputs, key=lambda one: one[0].copies(following.size)
     )  # otherwise shared heads combine with each rank's own
     if divided.dim >= len(dims):
         return UNKNOWN
@@ -172,25 +172,29 @@ def equation(following: ValueTracker, step: TraceStep) -> Placement:
         raise PlanError(step, "needs", f"its input is {divided}", todo, divided)
     of_features = step.weights and divided.dim == step.dims[0]
     if step.weights and not isinstance(style, Sequence):
-        came = f"its input is {divided}"
+        actual = f"its input is {divided}"
         rule = "features" if of_features else "gradient"
-        came += "" if of_features else ", so each rank has a partial gradient of its weights"
-        raise PlanError(step, rule, came, f"give it Sequence({divided.dim})", divided)
+        actual += "" if of_features else ", so each rank has a partial gradient of its weights"
+        raise PlanError(step, rule, actual, f"give it Sequence({divided.dim})", divided)
     if of_features and divided.parts > 1:
-        came = f"its input is {divided}, which is {divided.parts} fused parts, but its weights would be sharded as one"
-        raise PlanError(step, "parts", came, "split them first", divided)
+        actual = (
+            f"its input is {divided}, which is {divided.parts} fused parts, but its weights would be sharded as one"
+        )
+        raise PlanError(step, "parts", actual, "split them first", divided)
     if of_features and divided.unit > 1 and divided.units % following.size:
-        came = f"its input is {divided} in {divided.units} units for {following.size} ranks, so not evenly"
-        raise PlanError(step, "features", came, f"remove units from {divided.by}, or do not shard this layer", divided)
+        actual = f"its input is {divided} in {divided.units} units for {following.size} ranks, so not evenly"
+        raise PlanError(
+            step, "features", actual, f"remove units from {divided.by}, or do not shard this layer", divided
+        )
     if of_features and step.size[0] % following.size:
-        came = f"its input is {divided} among {following.size} ranks, and its {step.size[0]} groups cannot be split"
-        raise PlanError(step, "features", came, f"do not shard {divided.by}, or use another number of ranks", divided)
+        actual = f"its input is {divided} among {following.size} ranks, and its {step.size[0]} groups cannot be split"
+        raise PlanError(step, "features", actual, f"do not shard {divided.by}, or use another number of ranks", divided)
     if step.draws and not isinstance(style, Sequence):
-        came = f"its input is {divided}, and it would draw the same numbers on all ranks"
-        raise PlanError(step, "draws", came, f"use a dropout layer with Sequence({divided.dim})", divided)
+        actual = f"its input is {divided}, and it would draw the same numbers on all ranks"
+        raise PlanError(step, "draws", actual, f"use a dropout layer with Sequence({divided.dim})", divided)
     if step.draws and divided.copies(following.size) > 1:
-        came = f"its input is {divided}, with parts that ranks share, but they would draw different numbers"
-        raise PlanError(step, "draws", came, f"do not shard {divided.by}, or use fewer ranks", divided)
+        actual = f"its input is {divided}, with parts that ranks share, but they would draw different numbers"
+        raise PlanError(step, "draws", actual, f"do not shard {divided.by}, or use fewer ranks", divided)
     if label not in terms.output:
         return Placement("partial", by=f"{step.where}, of values sharded by {divided.by}", source=divided.by)
     return divided.at(terms.output.index(label))
@@ -199,11 +203,11 @@ def equation(following: ValueTracker, step: TraceStep) -> Placement:
 def _expand(following: ValueTracker, step: TraceStep, state: Placement) -> Placement | None:
     """Return the placement of a value that each rank repeats by a per-rank number; None if it does not."""
     shape, rank = following.shape(step.inputs[0]), len(step.asked)
-    shape, made = (1,) * (rank - len(shape)) + tuple(shape), following.shape(step.outputs[0])
+    shape, expanded = (1,) * (rank - len(shape)) + tuple(shape), following.shape(step.outputs[0])
     for dim, (length, was) in enumerate(zip(step.asked, shape, strict=False)):
         sources = sorted(sources_of(length), key=repr)
         own = next((name for name in map(partial(_own_number, following), sources) if name), "")
-        if not own or was == made[dim]:
+        if not own or was == expanded[dim]:
             continue
         if state.name == "whole" and was == 1:
             return Placement("features", dim, own)
@@ -219,12 +223,12 @@ def _repeat(following: ValueTracker, step: TraceStep) -> Placement | None:
 
     If the repeat count is not the rank's number, the shapes of the run do not fit.
     """
-    shape, made = following.shape(step.inputs[0]), following.shape(step.outputs[0])
+    shape, repeated = following.shape(step.inputs[0]), following.shape(step.outputs[0])
     terms = step.equation
-    if terms is None or len(shape) != len(made) or len(terms.inputs) != 1:
+    if terms is None or len(shape) != len(repeated) or len(terms.inputs) != 1:
         return None
     moved = {_plain(label) for label, length in zip(terms.inputs[0], shape, strict=False) if length != 1}
-    lengths = zip(shape, made, map(_plain, terms.output), strict=False)
+    lengths = zip(shape, repeated, map(_plain, terms.output), strict=False)
     more = [dim for dim, (was, now, label) in enumerate(lengths) if was == 1 < now and label not in moved]
     if len(more) != 1 or more[0] == 0:  # along the batch nothing is sharded
         return None
@@ -263,35 +267,35 @@ def _check_sequence(following: ValueTracker, step: TraceStep, style: Sequence) -
     state, dim = following.of(value), following.dim(style.dim, value)
     if _needs_full_dim(following, step, style):
         what = "the features" if step.kind == "equation" else "all positions it depends on, as tried on random parts"
-        came = f"it has {style}, but would see only a part of {what}"
-        raise PlanError(step, "needs", came, "gather them before it", state)
+        actual = f"it has {style}, but would see only a part of {what}"
+        raise PlanError(step, "needs", actual, "gather them before it", state)
     if state.name == "whole":
         if state.origin != "given":
-            came = f"it has {style}, but its input is unsharded"
+            actual = f"it has {style}, but its input is unsharded"
             rule = "count" if step.weights else "same"
-            raise PlanError(step, rule, came, "remove it from the plan, or shard its input", state)
+            raise PlanError(step, rule, actual, "remove it from the plan, or shard its input", state)
         following.mark_sharded(step, value, Placement("sequence", dim, CALLER))
 
 
 def refuse_unlike(
-    following: ValueTracker, step: TraceStep, found: list[Placement], inputs: tuple[tuple[int, ...], ...]
+    following: ValueTracker, step: TraceStep, states: list[Placement], inputs: tuple[tuple[int, ...], ...]
 ) -> None:
     """Raise PlanError if values with different placements are combined."""
-    for state in found:
-        if len(found) > 1:
+    for state in states:
+        if len(states) > 1:
             refuse_partial(step, state)
-    known = [(state, dims) for state, dims in zip(found, inputs, strict=True) if state.is_divided]
-    labels = {_plain(dims[state.dim]): state for state, dims in known if state.dim < len(dims)}
+    divided = [(state, dims) for state, dims in zip(states, inputs, strict=True) if state.is_divided]
+    labels = {_plain(dims[state.dim]): state for state, dims in divided if state.dim < len(dims)}
     if not labels:
         return
     (label, first), *others = labels.items()
     if others:
         raise PlanError(step, "meet", f"one is {first}, another one {others[0][1]}", "shard both the same way", first)
-    _refuse_shared(following, step, [state for state, _ in known])
-    fused = {state.parts for state, _ in known}
+    _refuse_shared(following, step, [state for state, _ in divided])
+    fused = {state.parts for state, _ in divided}
     if len(fused) > 1:
         raise PlanError(step, "parts", f"{sorted(fused)} of them are combined", "split them first", first)
-    for at, (state, dims) in enumerate(zip(found, inputs, strict=True)):
+    for at, (state, dims) in enumerate(zip(states, inputs, strict=True)):
         if state.name != "whole":
             continue
         if _has_all(following, step.inputs[at], dims, label):
@@ -299,17 +303,17 @@ def refuse_unlike(
                 following.mark_sharded(step, step.inputs[at], Placement("sequence", dims.index(label), CALLER))
                 continue
             what = {"weight": "an unsharded weight", "constant": "a constant"}.get(state.origin, "a value")
-            came = f"{what} has that dimension in full (input {at}), but another input is {first}"
+            actual = f"{what} has that dimension in full (input {at}), but another input is {first}"
             todo = f"gather the shards of {first.by} before (Row, or gather=True), or shard this one, too"
             if first.by == CALLER:
                 todo = "pass each rank's part as an argument, or let the model shard the sequence itself"
-            raise PlanError(step, "meet", came, todo, first)
+            raise PlanError(step, "meet", actual, todo, first)
         if state.origin in ("computed", "weight") or state.learns:
-            came = f"input {at} is unsharded and another is {first}, so each rank has a partial gradient of it"
+            actual = f"input {at} is unsharded and another is {first}, so each rank has a partial gradient of it"
             todo = "produce it in a layer with Replicate(into_sharded=True), or a Sequence"
             if state.learns:
                 todo = "it comes from outside the sharded model: shard the model that makes it, too, and " + todo
-            raise PlanError(step, "gradient", came, todo, first)
+            raise PlanError(step, "gradient", actual, todo, first)
 
 
 def _refuse_shared(following: ValueTracker, step: TraceStep, states: list[Placement]) -> None:
@@ -320,9 +324,9 @@ def _refuse_shared(following: ValueTracker, step: TraceStep, states: list[Placem
             continue
         count = state.units or max((one.size[1] for one in following.trace.steps if one.layer == state.by), default=0)
         if count % following.size:
-            came = f"{shared[0].by} has {shared[0].units} heads that ranks share, and {state.by} {count}"
+            actual = f"{shared[0].by} has {shared[0].units} heads that ranks share, and {state.by} {count}"
             todo = f"use a number of ranks that divides {count}, or at most {shared[0].units} ranks"
-            raise PlanError(step, "heads", came, todo, state)
+            raise PlanError(step, "heads", actual, todo, state)
 
 
 def _has_all(following: ValueTracker, value: int, dims: tuple[int, ...], label: int) -> bool:
@@ -330,11 +334,11 @@ def _has_all(following: ValueTracker, value: int, dims: tuple[int, ...], label: 
     return any(one == label and length != 1 for one, length in zip(dims, following.shape(value), strict=False))
 
 
-def place_unsharded(found: list[Placement]) -> Placement:
+def place_unsharded(states: list[Placement]) -> Placement:
     """Return the placement of a result if no input is sharded, or too little is known."""
-    if any(state.name == "partial" for state in found):
-        return next(state for state in found if state.name == "partial")
-    return combine_unsharded(found) if all(state.name == "whole" for state in found) else UNKNOWN
+    if any(state.name == "partial" for state in states):
+        return next(state for state in states if state.name == "partial")
+    return combine_unsharded(states) if all(state.name == "whole" for state in states) else UNKNOWN
 
 
 def _plain(label: int) -> int:

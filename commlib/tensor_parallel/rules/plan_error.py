@@ -32,9 +32,9 @@ RULES = {
 class PlanError(UsageError):
     """A plan that breaks a rule, one of `RULES`, at a step."""
 
-    def __init__(self, step: TraceStep, rule: str, came: str, todo: str, state: Placement = UNKNOWN) -> None:
+    def __init__(self, step: TraceStep, rule: str, actual: str, todo: str, state: Placement = UNKNOWN) -> None:
         place = f" ({step.place})" if step.place else ""
-        super().__init__(f"plan: {step.where}: {RULES[rule]}, but {came}: {todo}{place}")
+        super().__init__(f"plan: {step.where}: {RULES[rule]}, but {actual}: {todo}{place}")
         self.step, self.rule, self.state = step, rule, state
 
 
@@ -45,6 +45,6 @@ def refuse_partial(step: TraceStep, state: Placement) -> None:
 
 
 def count_error(step: TraceStep, state: Placement) -> PlanError:
-    """Return the error for a layer with `Replicate(into_sharded=True)` whose output meets only unsharded values."""
-    came = "its input has Replicate(into_sharded=True) but is used with unsharded values"
-    return PlanError(step, "count", came, "remove into_sharded", state)
+    """Return the error for `Replicate(into_sharded=True)` on a layer whose output is used unsharded only."""
+    actual = "its input has Replicate(into_sharded=True) but is used with unsharded values"
+    return PlanError(step, "count", actual, "remove into_sharded", state)

@@ -20,25 +20,25 @@ def reshape(following: ValueTracker, step: TraceStep) -> Placement:
         return place_unsharded([state])
     old = following.shape(step.inputs[0])
     if not step.outputs:
-        came = f"{list(old)}, {state}, cannot become {list(step.asked)} on this rank"
-        raise PlanError(step, "shape", came, "use -1 in the model, or give its number PerRank() in the plan", state)
+        actual = f"{list(old)}, {state}, cannot become {list(step.asked)} on this rank"
+        raise PlanError(step, "shape", actual, "use -1 in the model, or give its number PerRank() in the plan", state)
     new = following.shape(step.outputs[0])
-    found = reshape_placement(state, old, new, step.asked)
-    if found is None:
-        came = f"its input has {state.parts} parts, {state}, and is reshaped to {list(new)}"
+    placement = reshape_placement(state, old, new, step.asked)
+    if placement is None:
+        actual = f"its input has {state.parts} parts, {state}, and is reshaped to {list(new)}"
         todo = f"make them a dimension of {state.parts}, chunk them, or describe the fused parts with Column(parts=)"
-        raise PlanError(step, "parts", came, todo, state)
-    if found.is_divided and new[found.dim] < old[state.dim] and not following.trace.whole and state.parts == 1:
-        _check_heads(following, step, state, old[state.dim], new[found.dim], found.dim)
-    return found
+        raise PlanError(step, "parts", actual, todo, state)
+    if placement.is_divided and new[placement.dim] < old[state.dim] and not following.trace.whole and state.parts == 1:
+        _check_heads(following, step, state, old[state.dim], new[placement.dim], placement.dim)
+    return placement
 
 
 def _check_heads(following: ValueTracker, step: TraceStep, state: Placement, length: int, count: int, dim: int) -> None:
     """Check that heads on one rank, along `dim`, are heads of the full layer: with -1 their number is the rank's."""
     inner = length // max(1, count)
     if state.unit > 0 and inner % state.unit and state.unit % inner:
-        came = f"{state.by} has units of {state.unit} features, and {length} of them become {count} of {inner}"
-        raise PlanError(step, "heads", came, "use -1 for the number of heads in the model's reshape", state)
+        actual = f"{state.by} has units of {state.unit} features, and {length} of them become {count} of {inner}"
+        raise PlanError(step, "heads", actual, "use -1 for the number of heads in the model's reshape", state)
     after = step.asked[dim] if dim < len(step.asked) else 0
     if after != -1 and (state.unit == 0 or (state.unit > 0 and inner % state.unit)):
         why = (
@@ -60,15 +60,15 @@ def split(following: ValueTracker, step: TraceStep) -> Placement | tuple[Placeme
     if state.name == "features" and state.parts == len(step.outputs) and not dropped:
         lengths = [following.shape(piece)[dim] for piece in step.outputs]
         if following.trace.whole and state.fused and lengths != (own := [length for length, _ in state.fused]):
-            came = f"{state.by} has parts of {own}, and its features become {lengths}"
-            raise PlanError(step, "parts", came, f"give it Column(parts={tuple(lengths)})", state)
+            actual = f"{state.by} has parts of {own}, and its features become {lengths}"
+            raise PlanError(step, "parts", actual, f"give it Column(parts={tuple(lengths)})", state)
         return tuple(state.part(place, dim) for place in range(state.parts))
     if state.name == "sequence":
         following.doubt(step, _OWN_PIECES)
         return UNKNOWN
-    came = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and its features become {len(step.outputs)}"
+    actual = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and its features become {len(step.outputs)}"
     todo = f"give it Column(parts={len(step.outputs)})"
-    raise PlanError(step, "parts", came, todo, state)
+    raise PlanError(step, "parts", actual, todo, state)
 
 
 def piece(following: ValueTracker, step: TraceStep) -> Placement:
@@ -86,8 +86,10 @@ def piece(following: ValueTracker, step: TraceStep) -> Placement:
         return UNKNOWN
     if state.name != "features":
         return equation(following, step)
-    came = f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and {first}:{last} of {length} is picked here"
-    raise PlanError(step, "parts", came, "give it Column(parts=), the lengths of the fused parts", state)
+    actual = (
+        f"{state.by} has {state.parts} part{'s' * (state.parts > 1)}, and {first}:{last} of {length} is picked here"
+    )
+    raise PlanError(step, "parts", actual, "give it Column(parts=), the lengths of the fused parts", state)
 
 
 def join(following: ValueTracker, step: TraceStep) -> Placement:
@@ -97,21 +99,21 @@ def join(following: ValueTracker, step: TraceStep) -> Placement:
     rank = len(following.shape(step.outputs[0]))
     # Inputs without elements, such as an empty cache, add nothing: PyTorch accepts them in any shape.
     inputs = [value for value in step.inputs if 0 not in following.shape(value)] or step.inputs
-    found = [following.of(value) for value in inputs]
+    states = [following.of(value) for value in inputs]
     inserts = len(following.shape(inputs[0])) < rank
     dim = step.dim % max(1, rank)
     plain = tuple(range(rank - inserts))
-    divided = next((state for state in found if state.is_divided), None)
-    if divided is None or UNKNOWN in found:
-        return place_unsharded(found)
-    if any(state.name == "whole" for state in found):
-        came = f"one input is unsharded, and another one is {divided}"
-        raise PlanError(step, "meet", came, "shard both the same way", divided)
-    refuse_unlike(following, step, found, (plain,) * len(found))
+    divided = next((state for state in states if state.is_divided), None)
+    if divided is None or UNKNOWN in states:
+        return place_unsharded(states)
+    if any(state.name == "whole" for state in states):
+        actual = f"one input is unsharded, and another one is {divided}"
+        raise PlanError(step, "meet", actual, "shard both the same way", divided)
+    refuse_unlike(following, step, states, (plain,) * len(states))
     if inserts:
         return divided.at(divided.dim + (dim <= divided.dim))
     if dim != divided.dim:
         return divided
     if divided.name == "sequence":
         return UNKNOWN
-    return Placement("features", dim, divided.by, sum(state.parts for state in found), 0)
+    return Placement("features", dim, divided.by, sum(state.parts for state in states), 0)

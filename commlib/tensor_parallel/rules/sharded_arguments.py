@@ -15,40 +15,41 @@ def entries(trace: ModelTrace, value: int, dim: int) -> dict[int, int]:
 
     If it cannot be followed, the same dimension is assumed for arguments with the same length in it.
     """
-    found: dict[int, int] = {}
+    arguments: dict[int, int] = {}
     waiting, seen = [(value, dim)], {(value, dim)}
     while waiting:
-        made, at = waiting.pop()
-        step = trace.maker(made)
+        output, at = waiting.pop()
+        step = trace.maker(output)
         if step.kind == "given":
-            found.setdefault(made, at)
+            arguments.setdefault(output, at)
             continue
-        for one in _inputs_of(trace, step, made, at):
+        for one in _inputs_of(trace, step, output, at):
             if one not in seen:
                 seen.add(one)
                 waiting.append(one)
-    return found or {one: dim for one in _arguments(trace, value) if _has_same_length(trace, one, value, dim)}
+    return arguments or {one: dim for one in _arguments(trace, value) if _has_same_length(trace, one, value, dim)}
 
 
 def _arguments(trace: ModelTrace, value: int) -> list[int]:
     """Return the arguments of a model that a value is made of."""
     waiting, seen = [value], {value}
     while waiting:
-        taken = set(trace.maker(waiting.pop()).inputs) - seen
-        waiting += taken
-        seen |= taken
+        unvisited = set(trace.maker(waiting.pop()).inputs) - seen
+        waiting += unvisited
+        seen |= unvisited
     return sorted(one for one in seen if trace.maker(one).kind == "given")
 
 
 def _has_same_length(trace: ModelTrace, argument: int, value: int, dim: int) -> bool:
-    given, made = trace.shapes.get(argument, ()), trace.shapes.get(value, ())
-    return dim < len(given) <= len(made) and given[dim] == made[dim]  # indices that are looked up have fewer dimensions
+    source, target = trace.shapes.get(argument, ()), trace.shapes.get(value, ())
+    # Indices that are looked up have fewer dimensions.
+    return dim < len(source) <= len(target) and source[dim] == target[dim]
 
 
-def _inputs_of(trace: ModelTrace, step: TraceStep, made: int, dim: int) -> Iterator[tuple[int, int]]:
+def _inputs_of(trace: ModelTrace, step: TraceStep, output: int, dim: int) -> Iterator[tuple[int, int]]:
     """Yield a step's inputs, each with the dimension that has become `dim` of its result."""
-    new = trace.shapes.get(made, ())
-    if step.equation is not None and made == step.outputs[0]:
+    new = trace.shapes.get(output, ())
+    if step.equation is not None and output == step.outputs[0]:
         labels = step.equation.output
         for value, dims in zip(step.inputs, step.equation.inputs, strict=True):
             if dim < len(labels) and labels[dim] in dims:

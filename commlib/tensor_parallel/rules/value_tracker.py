@@ -94,10 +94,10 @@ class ValueTracker:
         self.states[value] = state
         self.inputs_sharded = True
         self.sequences_sharded |= state.name == "sequence"
-        found = entries(self.trace, value, state.dim)
-        if not found:
+        arguments = entries(self.trace, value, state.dim)
+        if not arguments:
             self.doubts.append(Doubt(step, state, _UNKNOWN_DIM.format(state), stays=True))
-        for argument, dim in found.items():
+        for argument, dim in arguments.items():
             self.entered.setdefault(argument, state.at(dim))
 
     def again(self) -> ValueTracker:

@@ -24,20 +24,20 @@ def count_cached(roots: Iterable[Any], is_tensor: Callable[[Any], bool], layer: 
     Caches are found by name: an object by the name of its class or a base class; an attribute, a buffer or an entry of
     a dict by its key.
     """
-    found = Counter[int]()
+    counts = Counter[int]()
     seen: dict[tuple[int, bool], Any] = {}
     waiting = [(root, False) for root in roots]
     while waiting and len(seen) < _MOST:
         value, inside = waiting.pop()
         if is_tensor(value):
-            found[id(value)] += inside
+            counts[id(value)] += inside
             continue
         inside = inside or any(_is_cache(kind.__name__) for kind in type(value).__mro__)
         if isinstance(value, _PLAIN) or (id(value), inside) in seen:
             continue
         seen[id(value), inside] = value
         waiting += [(one, inside or _is_cache(name)) for name, one in _entries(value, layer)]
-    return found
+    return counts
 
 
 def _is_cache(name: Any) -> bool:

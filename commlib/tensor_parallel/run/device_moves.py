@@ -79,9 +79,9 @@ def _all_to_all(axis: ParallelAxis, move: Redistribute, x: DeviceArray) -> tuple
         _cut(x, divide, start, part.reshape(shape))
     arriving = [replace_length(replace_length(x.shape, divide, own), join, length) for length in joined]
     takes = [math.prod(shape) for shape in arriving]
-    came = x.device.wrap(_plain(axis, x).all_to_all_v(packed, [math.prod(s) for s in of_each], takes), "all_to_all")
+    received = x.device.wrap(_plain(axis, x).all_to_all_v(packed, [math.prod(s) for s in of_each], takes), "all_to_all")
     out = x.empty(replace_length(replace_length(x.shape, divide, own), join, sum(joined)), x.dtype)
-    for part, shape, start in zip(_parts(came, arriving), arriving, _starts(joined), strict=True):
+    for part, shape, start in zip(_parts(received, arriving), arriving, _starts(joined), strict=True):
         _put(part.reshape(shape), out, join, start)
     return out, move.known(lengths, joined)
 

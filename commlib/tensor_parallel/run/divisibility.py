@@ -21,8 +21,8 @@ class Divisibility:
 
     def is_new(self, name: str, layer: Any, style: Style) -> bool:
         """Return whether a layer is new: it may have several names. Raises UsageError."""
-        first, given = self._layers.setdefault(id(layer), (name, style))
-        if given != style:
+        first, known_style = self._layers.setdefault(id(layer), (name, style))
+        if known_style != style:
             raise UsageError(f"plan: {name} and {first} are one layer: give them one style")
         return first == name
 
@@ -34,9 +34,11 @@ class Divisibility:
         """
         if before is not None and not (before.axis is self.axis and before.sharding == sharding):
             raise UsageError(f"{what} is sharded already, as {before.sharding}: tied weights need one style")
-        other, given, _ = self._weights.setdefault(id(weight), (what, sharding, weight))
-        if given != sharding:
-            raise UsageError(f"{what} is also {other}, which is sharded as {given}: tied weights need one style")
+        other, known_sharding, _ = self._weights.setdefault(id(weight), (what, sharding, weight))
+        if known_sharding != sharding:
+            raise UsageError(
+                f"{what} is also {other}, which is sharded as {known_sharding}: tied weights need one style"
+            )
         if before is None:
             sharding.check(what, self.axis.size)
         return before is None

@@ -29,9 +29,9 @@ def split_lengths(axis: ParallelAxis, move: Redistribute, x: Any, dim: int) -> t
     return lengths
 
 
-def joined_lengths(axis: ParallelAxis, move: Redistribute, x: Any, dim: int, given: tuple[int, ...]) -> tuple[int, ...]:
+def joined_lengths(axis: ParallelAxis, move: Redistribute, x: Any, dim: int, known: tuple[int, ...]) -> tuple[int, ...]:
     """Return the lengths of the shards to join along a dimension: as given, or all-gathered. Raises UsageError."""
-    lengths = given or gather_lengths(axis, move, x, dim)
+    lengths = known or gather_lengths(axis, move, x, dim)
     if len(lengths) != axis.size or lengths[axis.rank] != x.shape[dim]:
         raise UsageError(f"{axis.comm.name}: {move.name}: shards of {lengths}, got {x.shape} on rank {axis.rank}")
     return lengths

@@ -29,7 +29,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 class TensorForm(NamedTuple):
-    """The dtype and shape of an argument; a graph may not know a dimension, or their number: None."""
+    """The dtype and shape of an argument; a dimension, or their number, may be unknown in a graph: None."""
 
     dtype: str
     shape: Sequence[int | None] | None
@@ -111,8 +111,8 @@ def refuse_whole(axis: ParallelAxis, sample: Array, words: int) -> None:
     Rows with a single value are inconclusive: a layer that starts with zeros has such rows, sharded or not. Collective.
     words: number of words of this rank.
     """
-    tells = bool((sample.max(-1) > sample.min(-1)).any())
-    mine = digest_of([f"{words} {sample.dtype.name} {sample.shape}", sample.tobytes().hex()]) if tells else -1
+    is_distinct = bool((sample.max(-1) > sample.min(-1)).any())
+    mine = digest_of([f"{words} {sample.dtype.name} {sample.shape}", sample.tobytes().hex()]) if is_distinct else -1
     everyone = axis.comm.all_gather(np.array([mine], np.int64))
     if mine >= 0 and bool((everyone == mine).all()):
         raise UsageError(

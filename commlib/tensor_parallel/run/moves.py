@@ -123,13 +123,13 @@ def _all_to_all(axis: ParallelAxis, move: Redistribute, x: Array) -> tuple[Array
         at += part.size
     splits = [length * x.shape[join] * rest for length in lengths]
     takes = [lengths[axis.rank] * length * rest for length in joined]
-    came = axis.wire(x.dtype).all_to_all_v(packed, splits, takes)
+    received = axis.wire(x.dtype).all_to_all_v(packed, splits, takes)
     out = axis.empty(replace_length(replace_length(x.shape, divide, lengths[axis.rank]), join, sum(joined)), x.dtype)
     at, places = 0, uneven(joined)
     for peer, count in enumerate(takes):
         start, stop = places.slice_of(peer)
         room = out[(slice(None),) * join + (slice(start, stop),)]
-        room[...] = came[at : at + count].reshape(room.shape)
+        room[...] = received[at : at + count].reshape(room.shape)
         at += count
     return out, move.known(lengths, joined)
 

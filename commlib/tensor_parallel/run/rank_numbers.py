@@ -25,23 +25,23 @@ class ModuleNumber(NamedTuple):
     @property
     def value(self) -> int:
         """The current value."""
-        found: Any = vars(self.module)[self.name]
+        number: Any = vars(self.module)[self.name]
         if isinstance(self.at, str):
-            found = getattr(found, self.at)
+            number = getattr(number, self.at)
         elif self.at >= 0:
-            found = found[self.at]
-        own: int = found
+            number = number[self.at]
+        own: int = number
         return own
 
     def put(self, value: int) -> None:
         """Set the value."""
-        found: Any = value
+        number: Any = value
         if isinstance(self.at, str):
-            found = set_number(vars(self.module)[self.name], self.at, value)
+            number = set_number(vars(self.module)[self.name], self.at, value)
         elif self.at >= 0:
             own = vars(self.module)[self.name]
-            found = (*own[: self.at], value, *own[self.at + 1 :])
-        vars(self.module)[self.name] = found
+            number = (*own[: self.at], value, *own[self.at + 1 :])
+        vars(self.module)[self.name] = number
 
     @property
     def own_name(self) -> str:
@@ -49,9 +49,9 @@ class ModuleNumber(NamedTuple):
         return self.name if self.at == -1 else f"{self.name}.{self.at}"
 
 
-def check_numbers(found: Mapping[str, tuple[ModuleNumber, PerRank]], size: int) -> None:
+def check_numbers(numbers: Mapping[str, tuple[ModuleNumber, PerRank]], size: int) -> None:
     """Raise UsageError unless each of `size` ranks gets its part of these numbers."""
-    for name, (number, style) in found.items():
+    for name, (number, style) in numbers.items():
         units, ranks = style.units or number.value, style.among or size
         if number.own_name in numbers_of(number.module):
             raise UsageError(f"plan: {name} is sharded already, as {numbers_of(number.module)[number.own_name]}")
@@ -59,9 +59,9 @@ def check_numbers(found: Mapping[str, tuple[ModuleNumber, PerRank]], size: int) 
             raise UsageError(f"plan: {name} is {number.value}, which {ranks} ranks cannot split in {units} units")
 
 
-def split_numbers(found: Mapping[str, tuple[ModuleNumber, PerRank]], axis: ParallelAxis) -> None:
+def split_numbers(numbers: Mapping[str, tuple[ModuleNumber, PerRank]], axis: ParallelAxis) -> None:
     """Set the numbers of modules to this rank's part."""
-    for number, style in found.values():
+    for number, style in numbers.values():
         own, name = vars(number.module), number.own_name
         if name not in numbers_of(number.module):  # it may have several names
             own[_WHOLE] = {**own.get(_WHOLE, {}), name: number.value}
@@ -71,14 +71,14 @@ def split_numbers(found: Mapping[str, tuple[ModuleNumber, PerRank]], axis: Paral
 
 def numbers_of(module: Any) -> dict[str, PerRank]:
     """Return the styles of a module's split numbers."""
-    found: dict[str, PerRank] = vars(module).get(_DIVIDED, {})
-    return found
+    numbers: dict[str, PerRank] = vars(module).get(_DIVIDED, {})
+    return numbers
 
 
 def whole_numbers_of(module: Any) -> dict[ModuleNumber, int]:
     """Return the original values of a module's split numbers."""
-    found: dict[str, int] = vars(module).get(_WHOLE, {})
-    return {_number(module, name): value for name, value in found.items()}
+    numbers: dict[str, int] = vars(module).get(_WHOLE, {})
+    return {_number(module, name): value for name, value in numbers.items()}
 
 
 def numbers_of_rank(

@@ -102,7 +102,7 @@ def test_a_job_that_has_ended(tmp_path: Path, shared_memory: Path) -> None:
 def test_a_job_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run("ab12", tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: folder.path.stat().st_uid + 1)
-    with pytest.raises(UsageError, match=r"job ab12 belongs to \w+: only that user can ask it"):
+    with pytest.raises(UsageError, match=r"job ab12 belongs to \w+: only that user can request its dumps"):
         find_job("ab12")
     with pytest.raises(UsageError, match="none of yours runs here"):
         find_job(None)

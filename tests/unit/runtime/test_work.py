@@ -38,7 +38,7 @@ def test_an_error():
 def test_a_timeout_leaves_the_work_going():
     work = Work("adding")
     start = time.monotonic()
-    with pytest.raises(StallError, match=r"adding: not done after 0.05 s; it goes on, wait again"):
+    with pytest.raises(StallError, match=r"adding: not done after 0.05 s; it is still running, wait again"):
         work.wait(0.05)
     assert 0.04 < time.monotonic() - start < 2
     with pytest.raises(TimeoutError):  # StallError is one

@@ -86,7 +86,7 @@ def test_adding_an_algorithm_takes_one_decorator(monkeypatch: pytest.MonkeyPatch
 
     assert "lazy" in algorithms("barrier")
     assert find("barrier", "lazy").description == "Do nothing."
-    with pytest.raises(ScheduleError, match="has not heard of rank 1"):
+    with pytest.raises(ScheduleError, match="it has no signal from rank 1"):
         verify([program("barrier", "lazy", rank, 2) for rank in range(2)])
 
 

@@ -145,9 +145,9 @@ WRONG: dict[str, tuple[list[Program], str]] = {
         r"rank 2, after round 0: chunk 0 was summed in another order than on rank 0: "
         r"\(1\+\(0\+2\)\), not \(\(0\+1\)\+2\)",
     ),
-    "not heard of all": (
+    "no signal of a rank": (
         programs("barrier", [trade(1, EMPTY, False)], [trade(0, EMPTY, False)], [], regions=()),
-        r"rank 0, after round 0: it has not heard of rank 2",
+        r"rank 0, after round 0: it has no signal from rank 2",
     ),
     "the root is another": (
         programs("reduce", [recv(1, reduce=True)], [send(0)], root=1),

@@ -37,13 +37,13 @@ FLAG = "#include <stdbool.h>\nbool opal_cuda_support = {};\n"
 @pytest.mark.parametrize(
     "version, code, says, how",
     [
-        (OPEN_MPI, QUERY.format(1), True, "MPIX_Query_cuda_support says 1"),
-        (OPEN_MPI, QUERY.format(0), False, "MPIX_Query_cuda_support says 0"),
-        (OPEN_MPI, QUERY.format(1) + FLAG.format("true"), True, "MPIX_Query_cuda_support says 1"),
+        (OPEN_MPI, QUERY.format(1), True, "MPIX_Query_cuda_support returns 1"),
+        (OPEN_MPI, QUERY.format(0), False, "MPIX_Query_cuda_support returns 0"),
+        (OPEN_MPI, QUERY.format(1) + FLAG.format("true"), True, "MPIX_Query_cuda_support returns 1"),
         (OPEN_MPI, QUERY.format(1) + FLAG.format("false"), False, "opal_cuda_support is off"),
-        (MPICH, GPU_QUERY.format(1, 0), True, "MPIX_GPU_query_support says 1 for CUDA"),
-        (MPICH, GPU_QUERY.format(0, 0) + QUERY.format(1), False, "MPIX_GPU_query_support says 0 for CUDA"),
-        (MPICH, GPU_QUERY.format(1, 16) + QUERY.format(0), False, "MPIX_Query_cuda_support says 0"),  # it failed
+        (MPICH, GPU_QUERY.format(1, 0), True, "MPIX_GPU_query_support returns 1 for CUDA"),
+        (MPICH, GPU_QUERY.format(0, 0) + QUERY.format(1), False, "MPIX_GPU_query_support returns 0 for CUDA"),
+        (MPICH, GPU_QUERY.format(1, 16) + QUERY.format(0), False, "MPIX_Query_cuda_support returns 0"),  # it failed
         (MPICH, "int MPI_Init(void) { return 0; }", None, "it has neither"),
     ],
 )

@@ -38,7 +38,7 @@ def dualpipev(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
     Idle for (p/2 - 1)(F&B + B - 3W) by its authors' count, where F&B runs both at once. Holds at most 2p + 1 stage
     activations, each half as large as in 1F1B. In this implementation F and B run one after the other, on one stream.
-    DeepSeek-AI, DualPipe, 2025, with the "cut-in-half" of Qi et al.; its phases are those of the published schedule.
+    DeepSeek-AI, DualPipe, 2025, with the "cut-in-half" of Qi et al.; it has the phases of the published schedule.
     """
     me, behind = _Rank((rank, 2 * ranks - 1 - rank)), ranks - rank - 1
     for _ in range(2 * behind):

@@ -23,7 +23,7 @@ def _updating(rank: int, ranks: int, microbatches: int, every: int) -> Iterator[
 def pipedream(rank: int, ranks: int, microbatches: int, *, every: int = 1) -> Iterator[Action]:
     """1F1B with an update after each backward: no flush. A forward uses the newest weights of its stage.
 
-    Idle only at the ends of a batch. Rank r keeps p - r versions of its weights: a backward uses those of its forward.
+    Idle only at the ends of a batch. Rank r keeps p - r versions of its weights: a backward uses its forward's.
     Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018; Narayanan et al., 2019.
     """
     yield from _updating(rank, ranks, microbatches, every)
