@@ -113,8 +113,8 @@ class TensorFlowKerasState(TensorFlowState):
         saved, current = len(self._variables_keeper.values), len(self._current())
         if saved != current:
             raise RuntimeError(
-                f"the model and optimizer have {current} variables but had {saved} when they were saved: build the model "
-                "before the state, and commit after adding variables"
+                f"the model and optimizer have {current} variables but had {saved} when they were saved: build the "
+                "model before the state, and commit after adding variables"
             )
         super().restore()
         give_up_passes(self.optimizer)

@@ -176,7 +176,7 @@ def test_misuse(comm: Any) -> None:
             move(x, comm, 2)
     with pytest.raises(UsageError, match="both split and joined"):
         all_to_all(x, comm, 1, -1)
-    with pytest.raises(UsageError, match="communicator of an axis"):
+    with pytest.raises(UsageError, match="expected a Communicator such as"):
         copy(x, "tp")  # type: ignore[arg-type]
 
 
