@@ -77,7 +77,7 @@ def check_loss_sum(shape: Sequence[int | None] | None, dtype: str) -> None:
     if shape is None or any(length != 1 for length in shape) or "float" not in dtype:
         raise UsageError(
             f"loss_mean: loss_sum has shape {_text(shape)} and dtype {dtype}, expected one float: the sum over this "
-            "rank's tokens"
+            "rank's tokens (reduction='sum')"
         )
 
 

@@ -31,11 +31,11 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "compression": (lambda: scheme_of("power_sdg"), "did you mean 'powersgd'"),
     "option of a codec": (lambda: scheme_of("topk:ratoi=0.1"), "did you mean 'ratio'"),
     "experts": (lambda: Experts(8, scores="sofmax"), "did you mean 'softmax'"),  # type: ignore[arg-type]
-    "style": (lambda: resolve({"a": "colum"}, ["a"], (Column, Row)), r"did you mean Column\(\)"),
+    "style": (lambda: resolve({"a": "kolumn"}, ["a"], (Column, Row)), r"did you mean Column\(\)"),
     "axis": (lambda: MeshShape.of({"data": 2, "model": 2}, 4).find("modl"), "did you mean 'model'"),
     "verb of bench": (lambda: check(BenchOptions("al_reduce"), 2), "did you mean 'all_reduce'"),
     "setting": (lambda: load({"COMMLIB_TIMEOUTT": "3"}), r"COMMLIB_TIMEOUTT \(did you mean COMMLIB_TIMEOUT\?\); known"),
-    "value of a setting": (lambda: load({"COMMLIB_CHECK": "alwys"}), "did you mean 'always'"),
+    "value of a setting": (lambda: load({"COMMLIB_CHECK": "alwayss"}), "did you mean 'always'"),
 }
 
 

@@ -67,5 +67,5 @@ def test_the_cause_of_an_error_is_folded_too() -> None:
 
 def test_a_misspelled_name_gets_pythons_own_hint() -> None:
     assert format_error(caught(lambda: "".jion)).endswith("'jion'. Did you mean: 'join'?\n")  # type: ignore[attr-defined]
-    assert format_error(caught(lambda: trian())).endswith("'trian' is not defined. Did you mean: 'train'?\n")  # type: ignore[name-defined]  # noqa: F821
+    assert format_error(caught(lambda: trainn())).endswith("'trainn' is not defined. Did you mean: 'train'?\n")  # type: ignore[name-defined]  # noqa: F821
     assert format_error(caught(lambda: "".xyzzyx)).endswith("'xyzzyx'\n")  # type: ignore[attr-defined]
