@@ -59,7 +59,7 @@ def test_json(folder):
     [
         (("none",), "none is not a folder"),
         ((".", "--rank", "5"), "rank 5 has written nothing"),
-        ((), "Missing argument"),
+        ((), "pass a folder with hangs; or a running job, with --now"),
     ],
 )
 def test_wrong_usage(folder, monkeypatch, arguments, words):
