@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from commlib.errors import UsageError
-from commlib.extras import install
+from commlib.suggestions import install
 from commlib.world import world
 
 if TYPE_CHECKING:

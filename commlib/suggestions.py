@@ -1,4 +1,4 @@
-"""Suggestions: the known name that is nearest to a misspelled one. [pure]"""
+"""Suggestions of error messages: the nearest known name, and the command that installs an extra. [pure]"""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def missing_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeE
     # Tools probe for many special names.
     hint = "" if name.startswith("__") else suggest(name, known)
     return AttributeError(f"{owner} has no attribute {name!r}{hint}")
+
+
+def install(*extras: str) -> str:
+    """Return an instruction, for a message, to install one of these extras.
+
+    The name commlib on PyPI belongs to another project, so the command installs from this checkout.
+    """
+    commands = " or ".join(f'pip install ".[{extra}]"' for extra in extras)
+    named = " or ".join(f"'{extra}'" for extra in extras)
+    return f"install this project with its extra {named}: {commands} in its checkout"
 
 
 def _letters(name: str) -> str:

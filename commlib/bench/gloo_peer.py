@@ -15,7 +15,7 @@ import numpy as np
 from commlib.bench.cases import Case
 from commlib.bench.measure import Call
 from commlib.bench.mpi_peer import UnsupportedPeerError
-from commlib.extras import install
+from commlib.suggestions import install
 
 _OPERATIONS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from commlib.bench.rows import OURS, BenchRow
-from commlib.extras import install
+from commlib.suggestions import install
 
 MISSING = f"no picture: matplotlib is not installed ({install('plot')})"
 _MARKS = {OURS: ("-", "o"), "mpi": ("--", "s"), "pieces": ("-.", "^"), "gloo": (":", "D")}

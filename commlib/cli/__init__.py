@@ -7,9 +7,9 @@ from typing import Any
 
 from commlib import is_initialized
 from commlib.errors import CommlibError, UsageError
-from commlib.extras import install
 from commlib.launch import mpi_start
 from commlib.process import exits
+from commlib.suggestions import install
 
 
 def main() -> None:

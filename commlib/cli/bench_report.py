@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from commlib.extras import install
-from commlib.suggestions import suggest
+from commlib.suggestions import install, suggest
 
 
 def bench_report(

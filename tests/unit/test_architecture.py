@@ -81,7 +81,7 @@ IMPURE_STANDARD_LIBRARY = {
 
 # A module may import its own row and those above it, for type checkers too. The longest name that fits decides.
 LAYERS = (
-    ("commlib.errors", "commlib.config", "commlib.extras", "commlib.folders", "commlib.process.forks",
+    ("commlib.errors", "commlib.config", "commlib.folders", "commlib.process.forks",
      "commlib.launch.launchers", "commlib.launch.library_name", "commlib.node.signature", "commlib.protocols",
      "commlib.dtypes", "commlib.literals", "commlib.topology", "commlib.suggestions"),
     ("commlib.snapshot",),

@@ -25,7 +25,7 @@ from commlib.bench.sweep import environment
 from commlib.bench.sweep.results import FORMAT, Line, ResultsWriter
 from commlib.bench.table import console
 from commlib.console.text import seconds_text
-from commlib.extras import install
+from commlib.suggestions import install
 
 TOLERANCE = 1e-3  # of a loss: sums have a different order, and one step has changed the weights
 _ALONE, _OURS, _PEER = "alone", "commlib", "peer"

@@ -8,7 +8,7 @@ from typing import Any
 from commlib.devices.cuda import foreign_arrays
 from commlib.devices.cuda.device import CudaDevice
 from commlib.errors import UsageError
-from commlib.extras import install
+from commlib.suggestions import install
 
 
 class _Process:
