@@ -97,7 +97,7 @@ def test_auto_tells_which_lines_keep_attention_whole(comm: Any, flash: bool) -> 
     parallelize(model, comm, "auto", example=rows(), report=lambda table: said.append(table))
     if comm.rank == 0:
         row = reason(said[-1], "attn.c_attn")
-        lines = re.findall(r"view in attn, \S*test_tensor_nanogpt.py:(\d+) asks for the shape (\[[^]]*\])", row)
+        lines = re.findall(r"view in attn, \S*test_tensor_nanogpt.py:(\d+) requests the shape (\[[^]]*\])", row)
         assert [shape for _, shape in lines] == [*["[2, 5, 4, 4]"] * 3, "[2, 5, 16]"], row
         assert len({line for line, _ in lines}) == 4, row
         assert "but a rank has less than 4 in dimension 2: use -1" in row
