@@ -201,7 +201,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         UsageError: If a trace is being written already.
 
     Examples:
-        >>> ct.start_timeline("/tmp/trace.json")  # doctest: +SKIP
+        >>> ct.start_timeline("trace.json")  # doctest: +SKIP
     """
     world = require_world()
     world.runtime.recording.start_timeline(file_path, world.rank, mark_cycles=mark_cycles)
