@@ -49,7 +49,7 @@ def reduce_by_name(process_set: ProcessSet | None) -> Callable[..., None]:
 
 
 def overlap_pays_here(threads: int) -> bool:
-    """Return `commlib.data_parallel.overlap_pays`, but without a message: ranks may trace at different times."""
+    """Return `commlib.group.overlap.overlap_pays`, but without a message: ranks may trace at different times."""
     return local_size() < size() or cores_per_rank(require_world()) > threads
 
 
