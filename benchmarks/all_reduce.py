@@ -25,12 +25,13 @@ from mpi4py import MPI
 
 import commlib
 from commlib.bench import gloo_peer, record
-from commlib.bench.options import PEERS, BenchOptions, check
+from commlib.bench.options import BenchOptions, check
 from commlib.bench.rows import BenchRow, mistakes
 from commlib.bench.session import Session
 
 SIZES = [4, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 QUICK = [4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
+PEERS = ("mpi", "pieces", "gloo")
 
 
 def parse() -> argparse.Namespace:

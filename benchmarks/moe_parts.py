@@ -53,7 +53,7 @@ def record_times(mixture: Any, spent: dict[str, float], counts: list[list[int]])
     places = [(exchange, name, name) for name in EXCHANGES]
     places += [(mixture, "route", "routing"), (Routing, "gradient", "routing, backward")]
     if regions is not None:
-        places.append((regions, "meet", "meetings"))
+        places.append((regions, "synchronize", "meetings"))
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
     for owner, name, part in places:
         setattr(owner, name, _timed(getattr(owner, name), part, spent))

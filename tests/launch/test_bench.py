@@ -142,6 +142,16 @@ def test_the_all_reduce_benchmark_and_its_comparison(mpirun, launch_environment,
     assert [len(times) for times in read["rows"][1]["seconds"].values()] == [2, 2, 2]
 
 
+def test_the_all_reduce_benchmark_as_the_demo_runs_it(mpirun):
+    """Its default peers were those of all devices, and one of them is refused on the host."""
+    from tests.launch.conftest import ROOT
+
+    done = mpirun(2, [str(ROOT / "benchmarks/all_reduce.py"), "--quick", "--sizes", "4"])
+    title, row = lines(done)
+    assert title.split()[9:] == ["mpi", "us", "pieces", "us", "gloo", "us"], title
+    assert row.split()[0] == "4", row
+
+
 # What nobody ran did not run: pipeline.py drew batches that are refused, moe_keras.py looked for what had moved.
 BENCHMARKS = {
     "pipeline.py --parts peers --rounds 1 --schedules 1f1b": "convolutions 16 x 16",
