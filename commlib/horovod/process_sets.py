@@ -303,9 +303,11 @@ global_process_set.ranks = None
 
 def require_world() -> Communicator:
     """Return the Communicator of all ranks. Raises UsageError (a ValueError) before `init` and after `shutdown`."""
-    if not commlib.is_initialized():
-        raise UsageError("commlib is not initialised: call hvd.init() first (hvd: commlib_torch or commlib_tensorflow)")
-    return commlib.world()
+    try:
+        return commlib.world()
+    except UsageError:
+        message = "commlib is not initialised: call hvd.init() first (hvd: commlib_torch or commlib_tensorflow)"
+        raise UsageError(message) from None
 
 
 def registry() -> Registry:

@@ -128,7 +128,8 @@ class TensorCall(Generic[R]):
         options: Callable[[], Options] = _no_options,
         operands: tuple[Any, ...] | None = None,
     ) -> None:
-        self.bridge, self.comm, self.verb = bridge, group_of(ranks, verb), verb
+        self.bridge, self.verb = bridge, verb
+        self.comm = require_world() if ranks is None else communicator_of(ranks, verb)
         self.host, self.inputs, self.result = host, inputs, result
         self.options, self.operands = options, inputs if operands is None else operands
 
