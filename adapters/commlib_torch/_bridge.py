@@ -106,7 +106,10 @@ def to_tensor(array: Any) -> torch.Tensor:
 def pack(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` detached if its memory is contiguous and literal (no lazy conj or neg), otherwise a copy."""
     check(tensor)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    packed = tensor.detach()
+    if packed.is_contiguous() and not packed.is_conj() and not packed.is_neg():  # every verb runs this
+        return packed
+    return packed.resolve_conj().resolve_neg().contiguous()
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
