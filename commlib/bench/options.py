@@ -107,11 +107,12 @@ class BenchSettings:
 
 
 DEFAULT_SIZES = sizes_between(4, 64 << 20, 4)
+_COMMANDS = ("pairs", "report", "step", "sweep")  # the other words after `commlib bench`
 
 
 def check(options: BenchOptions, ranks: int) -> BenchSettings:
     """Return complete settings. Raises Refused for options that are unknown, contradictory or without effect."""
-    verb = _known("verb", [options.verb], VERBS)[0]
+    verb = _known("verb", [options.verb], VERBS, _COMMANDS)[0]
     kind = VERBS[verb]
     _refuse_what_has_no_effect(options, kind)
     dtypes = _known("--dtype", options.dtypes or ("float32",), DTYPES)
@@ -210,10 +211,14 @@ def _as_the_format_has_it(options: BenchOptions, verb: BenchVerb) -> BenchOption
     return replace(options, in_place=False) if is_out else options
 
 
-def _known(what: str, given: Sequence[str], known: Sequence[str] | dict[str, BenchVerb]) -> tuple[str, ...]:
+def _known(
+    what: str, given: Sequence[str], known: Sequence[str] | dict[str, BenchVerb], similar: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the names without repetitions; `similar` may be meant by an unknown one, too. Raises BenchOptionsError."""
     for name in given:
         if name not in known:
-            raise BenchOptionsError(f"{what} {name!r} is unknown; known are {', '.join(known)}{suggest(name, known)}")
+            hint = suggest(name, (*known, *similar))
+            raise BenchOptionsError(f"{what} {name!r} is unknown; known are {', '.join(known)}{hint}")
     return tuple(dict.fromkeys(given))
 
 

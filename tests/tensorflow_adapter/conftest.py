@@ -21,6 +21,12 @@ def initialised(comm):
     """Call init before anything else, as every script does."""
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Give all ranks the same random numbers, whatever tests ran before."""
+    keras.utils.set_random_seed(0)
+
+
 @pytest.fixture
 def mixed_float16():
     before = keras.config.dtype_policy()

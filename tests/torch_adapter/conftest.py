@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from tests.plugins.again import leaves_out, mark_adapter
 
@@ -8,6 +9,12 @@ pytest_plugins = ["tests.plugins.multirank"]
 @pytest.fixture(scope="session", autouse=True)
 def initialised(comm):
     """Call init before anything else, as every script does."""
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Give all ranks the same random numbers, whatever tests ran before."""
+    torch.manual_seed(0)
 
 
 EVERY_MPI = ("test_collectives.py", "test_optimizer.py")

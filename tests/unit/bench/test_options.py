@@ -57,6 +57,7 @@ def test_what_is_said_twice_is_measured_once():
 
 BAD = {
     "verb": (BenchOptions("all_redcue"), "verb 'all_redcue' is unknown; known are all_reduce, "),
+    "word": (BenchOptions("sweeep"), "send_recv, barrier; did you mean 'sweep'?"),
     "dtype": (BenchOptions("all_reduce", dtypes=("float33",)), "--dtype 'float33' is unknown; known are float16, "),
     "op": (BenchOptions("all_reduce", ops=("avg",)), "unknown operation 'avg'; known are sum, "),
     "op of dtype": (BenchOptions("reduce", dtypes=("complex64",), ops=("min",)), "'min' is not defined for complex64"),
