@@ -24,7 +24,6 @@ from commlib.tensor_verbs import (
     WITH_GRADIENT,
     Bridge,
     OrderedVerbs,
-    RecordedVerb,
     ResultOrZeros,
     ReturningVerbs,
     TensorCall,
@@ -65,7 +64,7 @@ def run(call: TensorCall[Any], label: str = "") -> Any:
             call.inputs = ()  # the backward needs no input
             return results
 
-        return _with_gradient(call, forward, operand)
+        return _with_gradient(call, forward, operand, label)
     return call.run(label)
 
 
@@ -106,12 +105,15 @@ class _TensorForm:
         return gradient
 
 
-def _with_gradient(call: TensorCall[Any], forward: Callable[[Any], Any], x: Any) -> Any:
+def _with_gradient(call: TensorCall[Any], forward: Callable[[Any], Any], x: Any, label: str) -> Any:
     """Return `forward(x)`, the results of a call, with its gradient."""
+    # A rank may trace a function more often than another.
+    owner = call.comm if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def differentiable(x: Any) -> tuple[Any, Callable[..., Any]]:
         form, results = _TensorForm(x), forward(x)
-        recorded = RecordedVerb.of(call, results[1] if call.result is RECEIVED else None)
+        received = results[1] if call.result is RECEIVED else None
+        recorded = GRADIENTS.record(call, label, received, owner=owner)
 
         def backward(gradient: Any, *_: Any) -> Any:
             GRADIENTS.check(call)
@@ -144,7 +146,7 @@ def _trace(call: TensorCall[Any], label: str) -> Any:
     copies = {id(given): copy for given, copy in zip(call.inputs[1:], others, strict=True)}
     options = {name: copies.get(id(value), value) for name, value in call.options().items()}
     call.options = lambda: options
-    return _with_gradient(call, lambda x: _node(call, label, [x, *others]), inputs[0])
+    return _with_gradient(call, lambda x: _node(call, label, [x, *others]), inputs[0], label)
 
 
 def _node(call: TensorCall[Any], label: str, inputs: Sequence[Any]) -> Any:

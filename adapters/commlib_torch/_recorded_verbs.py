@@ -19,7 +19,6 @@ from commlib.tensor_verbs import (
     RECEIVED,
     WITH_GRADIENT,
     OrderedVerbs,
-    RecordedVerb,
     TensorCall,
     TensorWork,
     VerbGradients,
@@ -121,7 +120,7 @@ class _RecordedVerb(Function):
             ctx.mark_non_differentiable(received)
         if written is not None:
             ctx.mark_dirty(written)
-        ctx.verb = RecordedVerb.of(call, received)
+        ctx.verb = GRADIENTS.record(call, label, received)
         return answer
 
     @staticmethod

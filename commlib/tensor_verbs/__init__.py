@@ -19,7 +19,7 @@ from commlib.tensor_verbs.call import (
     TargetTensor,
     TensorCall,
 )
-from commlib.tensor_verbs.gradients import WITH_GRADIENT, RecordedVerb, VerbGradients
+from commlib.tensor_verbs.gradients import WITH_GRADIENT, CallNumbers, VerbGradients
 from commlib.tensor_verbs.ordered_verbs import OrderedVerbs, ReturningVerbs, WritingVerbs
 from commlib.tensor_verbs.tensor_work import TensorWork
 from commlib.tensor_verbs.verb_arguments import check_named, check_ordered, choose_root
@@ -33,7 +33,7 @@ __all__ = [
     "SAME",
     "WITH_GRADIENT",
     "Bridge",
-    "RecordedVerb",
+    "CallNumbers",
     "ResultOrZeros",
     "TensorCall",
     "OrderedVerbs",

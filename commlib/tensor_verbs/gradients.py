@@ -6,7 +6,8 @@ broadcasts.
 
 A backward is collective like its verb. So a tensor requires a gradient on every rank or on none, and every rank uses
 the result in its loss (a rank that has no use for it adds the result times zero). Ranks that differ raise
-MismatchError: the calls of a forward with a gradient, and of a backward, carry labels.
+MismatchError: the calls of a forward with a gradient, and of a backward, carry labels. The label of a backward has the
+number of its forward call, so that ranks that run backwards in different orders do not exchange their gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from commlib.autodiff import find_rule, reversed_ranks
 from commlib.communicator import Communicator
@@ -28,7 +30,8 @@ T_co = TypeVar("T_co", covariant=True)
 WITH_GRADIENT = "with gradient"
 """The label of a forward that autograd records."""
 OF_GRADIENTS = "of gradients"
-"""The label of a backward."""
+"""The start of the label of a backward."""
+_NUMBERS = 1000  # each label takes memory
 
 _NO_BACKWARD: Mapping[str, str] = MappingProxyType({
     "reduce": "it returns None on all ranks but the root, so no backward would run there: call all_reduce",
@@ -60,17 +63,39 @@ class InputForm(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class RecordedVerb:
-    """A verb that autograd has recorded. received: for all_to_all_v, the number of rows from each rank."""
+    """A verb that autograd has recorded: the data that a backward needs. The call itself may keep tensors alive.
+
+    owner, number: see `CallNumbers`. received: for all_to_all_v, the number of rows from each rank.
+    """
 
     verb: str
     comm: Communicator
     options: Mapping[str, Any]
+    owner: Any
+    number: int
     received: Any = None
 
-    @classmethod
-    def of(cls, call: TensorCall[Any], received: Any = None) -> RecordedVerb:
-        """Return the data of a call that a backward needs: the call itself may keep tensors alive."""
-        return cls(call.verb, call.comm, call.options(), received)
+
+class CallNumbers:
+    """Numbers of the recorded calls of a communicator or a graph: equal on all ranks, and below 1000.
+
+    They start at 0 with the first forward after a backward, so the steps of a training loop have the same numbers.
+    """
+
+    def __init__(self) -> None:
+        self._next: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._in_backward: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+    def take(self, owner: Any, label: str) -> int:
+        """Return the number of the next recorded call. owner: its communicator, or the graph that it is a node of."""
+        is_forward = not label.startswith(OF_GRADIENTS)
+        number = 0 if is_forward and self._in_backward.pop(owner, False) else self._next.get(owner, 0)
+        self._next[owner] = (number + 1) % _NUMBERS
+        return number
+
+    def begin_backward(self, owner: Any) -> None:
+        """Let the next forward of `owner` start at 0."""
+        self._in_backward[owner] = True
 
 
 class VerbGradients(Generic[T]):
@@ -89,6 +114,7 @@ class VerbGradients(Generic[T]):
     ) -> None:
         self._bridge, self._verbs, self._send_recv, self._run = bridge, OrderedVerbs(bridge), send_recv, run
         self._way_out = way_out
+        self._numbers = CallNumbers()
 
     def check(self, call: TensorCall[Any]) -> None:
         """Raise UsageError if a call has no backward."""
@@ -110,11 +136,19 @@ class VerbGradients(Generic[T]):
             f"{call.verb}, or {self._way_out}"
         )
 
+    def record(
+        self, call: TensorCall[Any], label: str, received: Any = None, *, owner: Any | None = None
+    ) -> RecordedVerb:
+        """Return the data of a call, labelled `label`, that its backward needs. owner: by default its communicator."""
+        owner = call.comm if owner is None else owner
+        return RecordedVerb(call.verb, call.comm, call.options(), owner, self._numbers.take(owner, label), received)
+
     def gradient(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> T:
         """Return the gradient of the input from the gradient of the result. It may lack the input's shape."""
         rule = find_rule(recorded.verb, recorded.options.get("op", "sum"))
+        self._numbers.begin_backward(recorded.owner)
         call = _BACKWARD[recorded.verb](self, recorded, form, gradient)
-        result: Any = self._run(call, OF_GRADIENTS)
+        result: Any = self._run(call, _backward_label(recorded))
         if recorded.verb == "all_to_all_v":
             result = result[0]
         factor = rule.factor(recorded.comm.size)
@@ -136,7 +170,7 @@ class VerbGradients(Generic[T]):
         return self._verbs.reduce_scatter(gradient, ranks=recorded.comm)
 
     def _all_gather_v(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
-        counts = self._run(self._verbs.all_gather(form.rows(), ranks=recorded.comm), OF_GRADIENTS)
+        counts = self._run(self._verbs.all_gather(form.rows(), ranks=recorded.comm), _backward_label(recorded))
         return self._verbs.reduce_scatter_v(gradient, counts, ranks=recorded.comm)
 
     def _broadcast(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> TensorCall[Any]:
@@ -189,6 +223,10 @@ class VerbGradients(Generic[T]):
             SAME,
             lambda: {"op": "sum", "reverse": True},
         )
+
+
+def _backward_label(recorded: RecordedVerb) -> str:
+    return f"{OF_GRADIENTS}, call {recorded.number}"
 
 
 _BACKWARD: Mapping[str, Callable[..., TensorCall[Any]]] = MappingProxyType({

@@ -10,7 +10,7 @@ import pytest
 
 from commlib.autodiff import TRANSPOSED, find_rule
 from commlib.errors import UsageError
-from commlib.tensor_verbs import Bridge, OrderedVerbs, RecordedVerb, ReturningVerbs, TensorCall, VerbGradients
+from commlib.tensor_verbs import Bridge, CallNumbers, OrderedVerbs, ReturningVerbs, TensorCall, VerbGradients
 from tests.bodies.loopback import run
 
 
@@ -71,12 +71,12 @@ def test_a_backward_runs_the_verb_of_the_rule_with_a_label(verb: str) -> None:
         gradients.check(call)
         answer = call.run("with gradient")
         result, received = answer if verb == "all_to_all_v" else (answer, None)
-        found = gradients.gradient(RecordedVerb.of(call, received), Form(), np.ones_like(result))
+        found = gradients.gradient(gradients.record(call, "with gradient", received), Form(), np.ones_like(result))
         assert found.shape == (4,)
         rule = find_rule(verb, "mean" if verb == "all_reduce" else "sum")
         uneven = {"all_gather": ("all_gather", "all_gather_v")}
         assert seen[-1][0] in uneven.get(rule.verb, (rule.verb,))
-        assert {label for _, label in seen} == {"of gradients"}
+        assert {label for _, label in seen} == {"of gradients, call 0"}
 
     run(2, body)
 
@@ -89,3 +89,18 @@ def test_a_verb_without_a_backward_says_why_and_what_to_do(verb: str) -> None:
             gradients.check(REFUSED[verb](np.ones(2), comm))
 
     run(2, body)
+
+
+def test_numbers_of_a_step_begin_at_zero_after_its_backward() -> None:
+    """So a loop needs a bounded number of labels, and a backward of a backward has numbers of its own."""
+
+    class Owner:
+        pass
+
+    numbers, one, other = CallNumbers(), Owner(), Owner()
+    for _ in range(2):
+        assert [numbers.take(one, "with gradient") for _ in range(3)] == [0, 1, 2]
+        assert numbers.take(other, "with gradient") == 0
+        numbers.begin_backward(one)
+        numbers.begin_backward(other)
+        assert numbers.take(one, "of gradients, call 2") == 3
