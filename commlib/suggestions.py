@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 _LEAST = 0.6  # similarity, from 0 to 1
@@ -9,11 +10,14 @@ _LEAST = 0.6  # similarity, from 0 to 1
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """Return the known name most similar to `name`, whatever its case and separators; "" if none is similar."""
-    from difflib import get_close_matches  # imports `re`; errors are rare
+    from difflib import SequenceMatcher, get_close_matches  # imports `re`; errors are rare
 
-    by_letters = {_letters(each): each for each in known}
-    matches = get_close_matches(_letters(str(name)), by_letters, 1, _LEAST)
-    return by_letters[matches[0]] if matches else ""
+    text, by_letters = str(name), defaultdict[str, list[str]](list)
+    for each in known:
+        by_letters[_letters(each)].append(each)
+    matches = get_close_matches(_letters(text), by_letters, 1, _LEAST)
+    # Names with the same letters, such as all_reduce and allreduce_.
+    return max(by_letters[matches[0]], key=lambda each: SequenceMatcher(None, text, each).ratio()) if matches else ""
 
 
 def suggest(name: object, known: Iterable[str]) -> str:

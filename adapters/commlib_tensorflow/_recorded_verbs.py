@@ -1,13 +1,14 @@
 """Ordered verbs with gradients: see `commlib.tensor_verbs.gradients` for the backward of each.
 
 Eagerly a verb has a gradient if a tape watches its tensor. In a graph every verb on floating-point numbers has one, as
-gradients may be requested later. A tape goes through the operations in an order that follows from the graph, so ranks
-that compute the same function run the backwards in the same order; in a traced function they are nodes, in the order
-in which they were made.
+gradients may be requested later. A tape runs the backwards of a graph or a thread in the reverse order of the calls:
+the same order on all ranks, see `_BackwardOrder`. In a traced function they are nodes, in the order in which they were
+made.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,23 +106,53 @@ class _TensorForm:
         return gradient
 
 
+class _BackwardOrder:
+    """Order of backwards: tokens through which a tape reaches recorded verbs in the reverse order of their calls.
+
+    Every recorded verb returns a token too, and takes that of the verb before it. A tape runs the backward of an
+    operation once it has run those of all users of its results, so a later verb's backward runs first.
+    """
+
+    def __init__(self) -> None:
+        self._eager = threading.local()
+
+    def last(self) -> list[Any]:
+        """Return the token of the last verb in this graph or thread, unless there is none that a tape watches."""
+        token = getattr(self._owner(), "commlib_token", None)
+        return [] if token is None or not is_recorded(token) else [token]
+
+    def append(self, token: Any) -> None:
+        """Make a token the last one."""
+        self._owner().commlib_token = token
+
+    def _owner(self) -> Any:
+        return self._eager if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+_ORDER = _BackwardOrder()
+
+
 def _with_gradient(call: TensorCall[Any], forward: Callable[[Any], Any], x: Any, label: str) -> Any:
     """Return `forward(x)`, the results of a call, with its gradient."""
     # A rank may trace a function more often than another.
     owner = call.comm if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
-    def differentiable(x: Any) -> tuple[Any, Callable[..., Any]]:
+    def differentiable(x: Any, *before: Any) -> tuple[Any, Callable[..., Any]]:
         form, results = _TensorForm(x), forward(x)
         received = results[1] if call.result is RECEIVED else None
         recorded = GRADIENTS.record(call, label, received, owner=owner)
 
         def backward(gradient: Any, *_: Any) -> Any:
             GRADIENTS.check(call)
-            return form.like(GRADIENTS.gradient(recorded, form, tf.convert_to_tensor(gradient)))
+            given = form.like(GRADIENTS.gradient(recorded, form, tf.convert_to_tensor(gradient)))
+            return given, *(None for _ in before)
 
-        return results, backward
+        token = tf.zeros((), tf.float32)
+        return (*results, token) if call.result is RECEIVED else (results, token), backward
 
-    return tf.custom_gradient(differentiable)(x)
+    *results, token = tf.custom_gradient(differentiable)(x, *_ORDER.last())
+    _ORDER.append(token)
+    return tuple(results) if call.result is RECEIVED else results[0]
 
 
 def _trace(call: TensorCall[Any], label: str) -> Any:

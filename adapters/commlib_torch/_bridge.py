@@ -13,6 +13,7 @@ import torch
 from commlib.devices.array import DeviceArray
 from commlib.devices.registry import lookup
 from commlib.errors import UsageError
+from commlib_torch._function_transforms import explain
 from commlib_torch.devices import array_over, device_name, device_of, is_known, tensor_over
 
 Array = npt.NDArray[Any]
@@ -84,6 +85,8 @@ def array_of(tensor: torch.Tensor) -> Array:
     try:
         return tensor.numpy()
     except (TypeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and (explained := explain(error, "verbs")) is not error:
+            raise explained from error
         raise UsageError(f"no array over a tensor of {tensor.dtype}: {error}") from error
 
 

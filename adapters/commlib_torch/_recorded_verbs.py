@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from commlib.errors import UsageError
 from commlib.tensor_verbs import (
@@ -41,6 +41,8 @@ def run(call: Any, label: str = "") -> Any:
     """
     if type(call) is not TensorCall:
         return call.run()
+    if forward_ad._current_level >= 0:
+        _refuse_forward_mode(call)
     for tensor in call.operands:
         if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
             return _record(call, label or WITH_GRADIENT)
@@ -50,6 +52,8 @@ def run(call: Any, label: str = "") -> Any:
 def start(call: Any) -> TensorWork[Any]:
     """Start a call. Raises UsageError for an ordered verb on a tensor that requires a gradient."""
     if type(call) is TensorCall:
+        if forward_ad._current_level >= 0:
+            _refuse_forward_mode(call)
         for tensor in call.operands:
             if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
                 raise GRADIENTS.refuse_async(call)
@@ -62,13 +66,27 @@ def ordered_verb_maker(module: str) -> VerbMaker:
     return VerbMaker(module, "Tensor", run, start)
 
 
+def _refuse_forward_mode(call: TensorCall[Any]) -> None:
+    """Raise UsageError for a tensor with a tangent, which the result would lose."""
+    for tensor in call.inputs:
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UsageError(
+                f"{call.comm.name}: {call.verb}, rank {call.comm.rank}: verbs do not support forward-mode "
+                "differentiation: use torch.autograd.grad, or pass the primal, torch.autograd.forward_ad.unpack_dual"
+                "(tensor).primal"
+            )
+
+
 def _record(call: TensorCall[Any], label: str) -> Any:
     GRADIENTS.check(call)
+    tensor = call.operands[0]
     written = call.result.tensor if isinstance(call.result, OutputTensor) else None
     if written is not None:
         _check_written(call, written)
+    # If the written tensor is a view, autograd takes the first tensor for that view, and drops its gradient.
+    first, second = (tensor, written) if written is None or written is tensor else (written, tensor)
     try:
-        return _RecordedVerb.apply(call, label, call.operands[0], written)  # type: ignore[no-untyped-call]
+        return _RecordedVerb.apply(call, label, first, second)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise explain(error, "ordered verbs on tensors that require a gradient") from error
 
@@ -112,7 +130,10 @@ class _TensorForm:
 
 class _RecordedVerb(Function):
     @staticmethod
-    def forward(ctx: Any, call: TensorCall[Any], label: str, tensor: Tensor, written: Tensor | None) -> Any:
+    def forward(ctx: Any, call: TensorCall[Any], label: str, first: Tensor, second: Tensor | None) -> Any:
+        written = call.result.tensor if isinstance(call.result, OutputTensor) else None
+        ctx.is_second = written is not None and first is written and second is not written
+        tensor = second if ctx.is_second else first
         ctx.form = _TensorForm(tensor)
         answer = call.run(label)
         received = answer[1] if call.result is RECEIVED else None
@@ -124,6 +145,6 @@ class _RecordedVerb(Function):
         return answer
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[None, None, Tensor, None]:
-        derivative = GRADIENTS.gradient(ctx.verb, ctx.form, gradient)
-        return None, None, derivative.reshape(ctx.form.shape), None
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        derivative = GRADIENTS.gradient(ctx.verb, ctx.form, gradient).reshape(ctx.form.shape)
+        return (None, None, None, derivative) if ctx.is_second else (None, None, derivative, None)

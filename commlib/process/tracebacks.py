@@ -77,7 +77,10 @@ def _folded(frames: Iterable[FrameSummary]) -> Iterator[FrameSummary]:
 
 def _suggestion(error: BaseException) -> str:
     """Return Python's own hint about a misspelled name, which some versions give only where they print the error."""
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # Python prints "<exception str() failed>"
+        return ""
     if "did you mean" in text.lower() or getattr(error, "__notes__", None):
         return ""
     if isinstance(error, AttributeError) and error.name and error.obj is not None:

@@ -150,7 +150,7 @@ def test_it_is_chosen_where_memory_is_not_shared(comm, gpu):
     [
         ("complex64", lambda comm, x: comm.all_reduce(x, algorithm="nccl"), "it does not support sum of complex64"),
         ("uint8", lambda comm, x: comm.all_reduce(x, "and", algorithm="nccl"), "it does not support and of uint8"),
-        ("bool", lambda comm, x: comm.all_reduce(x, algorithm="nccl"), "it has no sum of bool"),
+        ("bool", lambda comm, x: comm.all_reduce(x, algorithm="nccl"), "it does not support sum of bool"),
         ("float32", lambda comm, x: comm.all_to_all(x, algorithm="nccl"), "it supports only all_reduce, reduce"),
     ],
 )

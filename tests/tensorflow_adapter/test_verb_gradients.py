@@ -212,3 +212,41 @@ def test_a_keras_model_trains_through_a_verb(comm: Any) -> None:
     # The same rows on all ranks: the mean is that of one rank, and so is its gradient.
     got = trained([tf.keras.layers.Dense(1), Shared()], rows, rows.sum(1, keepdims=True) * 2)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("verb", ["all_reduce", "send_recv"])
+def test_backwards_run_in_the_same_order_whatever_a_loss_looks_like(comm: Any, verb: str, traced: bool) -> None:
+    """Two verbs of the same signature: a tape would run their backwards in an order that follows from the loss."""
+    rank, size = comm.rank, comm.size
+    values = tf.constant([[1.0 + each, 2.0] for each in range(size)], tf.float64)
+
+    def exchange(x: Any) -> Any:
+        if verb == "all_reduce":
+            return ct.all_reduce(x, ranks=comm)
+        return ct.send_recv(x, (rank + 1) % size, x, (rank - 1) % size, ranks=comm)
+
+    def loss_of(first: Any, second: Any, other_order: bool) -> Any:
+        total = tf.reduce_sum(second * first) if other_order else tf.reduce_sum(first * second)
+        nested = tf.sin(tf.sin(second if other_order else first))
+        return total + tf.reduce_sum(nested)
+
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = loss_of(exchange(x * x), exchange(tf.sin(x)), rank % 2 == 1)
+        return tape.gradient(loss, x)
+
+    with tf.GradientTape() as tape:  # one process
+        tape.watch(values)
+        total = 0.0
+        for each in range(size):
+            if verb == "all_reduce":
+                first, second = tf.reduce_sum(values**2, 0), tf.reduce_sum(tf.sin(values), 0)
+            else:
+                first, second = values[(each - 1) % size] ** 2, tf.sin(values[(each - 1) % size])
+            total += loss_of(first, second, each % 2 == 1)
+    expected = tape.gradient(total, values)[rank]
+    run = tf.function(gradient) if traced else gradient
+    for _ in range(3):
+        np.testing.assert_allclose(run(values[rank]), expected, rtol=0, atol=1e-10)

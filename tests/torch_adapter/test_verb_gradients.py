@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import commlib_torch as ct
 from commlib.errors import MismatchError, UsageError
@@ -235,3 +236,32 @@ def test_inputs_are_not_kept_alive(comm: Any) -> None:
     assert seen() is None
     y.sum().backward()
     assert x.grad is not None and (x.grad == 2 * comm.size).all()
+
+
+@pytest.mark.parametrize("kind", ["slice", "conjugate"])
+def test_a_message_received_into_a_view_has_a_gradient(comm: Any, kind: str) -> None:
+    """Autograd takes a written view for the first tensor of a function."""
+    dtype = torch.float64 if kind == "slice" else torch.complex128
+    x = torch.full((2,), comm.rank + 1.0, dtype=dtype, requires_grad=True)
+    buffer = torch.zeros(4, dtype=dtype)
+    target = buffer[1:3] if kind == "slice" else torch.zeros(2, dtype=dtype).conj()
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = ct.send_recv(x * x, to, target, source, ranks=comm)
+    (received.abs().square().sum() * (comm.rank + 1)).backward()
+    # The peer's loss is (to + 1) * x^4.
+    expected = torch.full((2,), 4.0 * (comm.rank + 1) ** 3 * (to + 1), dtype=dtype)
+    torch.testing.assert_close(x.grad, expected, rtol=0, atol=1e-10)
+
+
+def test_forward_mode_is_refused(comm: Any) -> None:
+    """The tangent would be lost, which is a derivative of zero."""
+    x = torch.ones(2)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        for call in (ct.all_reduce, ct.all_reduce_async, ct.all_gather, ct.scan):
+            with pytest.raises(UsageError, match="forward-mode"):
+                call(dual, ranks=comm)
+        assert ct.all_reduce(x, ranks=comm).tolist() == [comm.size] * 2
+    for transform in (lambda: torch.func.jvp(ct.all_reduce, (x,), (x,)), lambda: torch.func.vmap(ct.all_reduce)(x)):
+        with pytest.raises(UsageError, match=r"forward-mode|function transforms \(torch.func.grad, vmap"):
+            transform()

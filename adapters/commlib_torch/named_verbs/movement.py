@@ -88,7 +88,9 @@ def _broadcast(
     algorithm: AlgorithmName = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
-    """Return a new tensor with the values of rank `root_rank`. Differentiable, unless `ranks` is given.
+    """Return a new tensor with the values of rank `root_rank`.
+
+    It differentiates: the root's gradient is the mean of all ranks', or their sum if `ranks` is given.
 
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.
@@ -107,7 +109,7 @@ def _broadcast(
     if ranks is not None:
         check_ordered(name, process_set)
         return ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks)
-    check_named(algorithm)
+    check_named(algorithm, root)
     return NamedOperation(
         lambda blocking: start_broadcast(tensor.detach().clone(), source, name, process_set, blocking=blocking),
         lambda: _autograd.broadcast(tensor, source, name, process_set),
@@ -144,7 +146,7 @@ def _broadcast_(
     if ranks is not None:
         check_ordered(name, process_set)
         return writing.broadcast_(tensor, source, algorithm=algorithm, ranks=ranks)
-    check_named(algorithm)
+    check_named(algorithm, root)
     return NamedOperation(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
 
 
