@@ -15,7 +15,7 @@ from commlib.errors import CommlibError, PeerError, ShutdownError
 from commlib.launch import mpi_start
 from commlib.process import forks
 from commlib.process.error_board import ErrorBoard
-from commlib.process.tracebacks import entered_call, format_error
+from commlib.process.tracebacks import entered_call, format_error, message_of
 
 # Seconds between a rank's last line and the abort: MPICH's launcher stops reading output once a rank aborts.
 LAST_WORDS = 0.1
@@ -72,10 +72,11 @@ def hook(
             sys.stderr.write(buffered)
         comm, call = world() or MPI.COMM_WORLD, entered_call(trace)
         reason = f"ended by an uncaught {kind.__name__}{f' in {call}' if call else ''}"
-        text = "" if is_ours else f": {error}"
+        message = message_of(error)
+        text = "" if is_ours else f": {message}"
         report = format_error(error.with_traceback(trace), full=_shows_all(world())) if is_ours else ""
         patience = _CAUSE_FIRST if isinstance(error, _CONSEQUENCES) else 0.0
-        _report_and_abort(MPI, comm, reason + text, report, f"{kind.__name__}: {error}", find_board(), patience)
+        _report_and_abort(MPI, comm, reason + text, report, f"{kind.__name__}: {message}", find_board(), patience)
 
     sys.excepthook = abort_after
 

@@ -37,6 +37,14 @@ def format_error(error: BaseException, *, full: bool = False) -> str:
     return "".join(trace.format()).rstrip("\n") + _suggestion(error) + "\n"
 
 
+def message_of(error: BaseException) -> str:
+    """Return an exception's text, as Python prints it: its `__str__` may fail."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def entered_call(trace: TracebackType | None) -> str:
     """Return the name of commlib's function that the user's code called last; "" if the error is not from a call."""
     files = [(frame.filename, frame.name) for frame in traceback.extract_tb(trace)]
@@ -78,9 +86,13 @@ def _folded(frames: Iterable[FrameSummary]) -> Iterator[FrameSummary]:
 def _suggestion(error: BaseException) -> str:
     """Return Python's own hint about a misspelled name, which some versions give only where they print the error."""
     try:
-        text = str(error)
-    except Exception:  # Python prints "<exception str() failed>"
+        return _nearest_name(error)
+    except Exception:  # of the user's __str__ or __dir__
         return ""
+
+
+def _nearest_name(error: BaseException) -> str:
+    text = str(error)
     if "did you mean" in text.lower() or getattr(error, "__notes__", None):
         return ""
     if isinstance(error, AttributeError) and error.name and error.obj is not None:

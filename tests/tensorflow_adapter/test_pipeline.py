@@ -58,6 +58,8 @@ def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, mi
         alone.update()
         assert_weights(pipe, alone.model, 1e-9)  # Adam divides by gradients: what is near 0 becomes 1 ulp more
         assert pipe.gradients == [None] * len(pipe.trainable_variables)
+    for got, expected in zip(ct.gather_weights(pipe), pipe.gather_weights(), strict=True):
+        np.testing.assert_array_equal(got, expected)
     for got, expected in zip(pipe.gather_weights(), alone.model.get_weights(), strict=True):
         near(got, expected, 1e-9)
     pipe.close()

@@ -83,6 +83,7 @@ def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, mi
     torch.testing.assert_close(pipe.predict(x), whole(x).detach(), rtol=EXACT, atol=EXACT)
     assert pipe.gather_state_dict().keys() == whole.state_dict().keys()
     assert_same(pipe.gather_state_dict(), whole.state_dict())
+    assert_same(ct.gather_state_dict(pipe), whole.state_dict())
     pipe.close()
 
 

@@ -64,3 +64,10 @@ def test_a_verb_of_the_module_points_at_the_communicator() -> None:
         commlib.allreduce  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match="did you mean 'shutdown'"):
         commlib.shut_down  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_of_names_with_the_same_letters_the_nearest_is_suggested() -> None:
+    """They are different operations: all_reduce sums, allreduce averages, and allreduce_ overwrites."""
+    known = ("all_reduce", "all_reduce_", "allreduce", "allreduce_")
+    assert nearest("all_reduc", known) == "all_reduce"
+    assert nearest("allreduc", known) == "allreduce"

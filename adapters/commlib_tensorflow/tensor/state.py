@@ -22,8 +22,11 @@ def gather_weights(model: keras.Model) -> list[Array]:
     Collective over the axes over which its variables are sharded.
 
     Args:
-        model: A model with or without sharded layers and experts.
+        model: A model with or without sharded layers and experts, or a pipeline.
     """
+    if type(model).__module__.startswith("commlib_tensorflow.pipelines."):  # its own weights are those of its stages
+        whole: list[Array] = model.gather_weights()
+        return whole
     return [whole_of(weight, weight.numpy()) for weight in model.weights]
 
 

@@ -72,7 +72,7 @@ from commlib_torch.pipelines._units import are_constructors, build, costs_of, la
 from commlib_torch.pipelines._verify import check_with_example, unpack_batch, verify_cut
 from commlib_torch.tensor._norms import watch_norms
 from commlib_torch.tensor.plan_check import check_stages
-from commlib_torch.tensor.state import gather_optimizer_state, gather_state_dict, load_optimizer_state
+from commlib_torch.tensor.state import gather_optimizer_state, gather_shards, load_optimizer_state
 
 
 def pipeline(
@@ -354,7 +354,7 @@ class Pipeline(StageModule):
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """Return the state of the whole model, on every rank. Collective."""
-        states = self._pipe.comm.all_gather_object(gather_state_dict(self))
+        states = self._pipe.comm.all_gather_object(gather_shards(self))
         return {name: value for state in states for name, value in state.items()}
 
     def gather_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

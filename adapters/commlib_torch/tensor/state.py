@@ -25,8 +25,16 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
     `load_state_dict` loads it, in a plain model and in one sharded over any number of ranks.
 
     Args:
-        model: A model with or without sharded layers and experts.
+        model: A model with or without sharded layers and experts, or a pipeline.
     """
+    if type(model).__module__.startswith("commlib_torch.pipelines."):  # its own state is that of this rank's stages
+        whole: dict[str, Any] = model.gather_state_dict()  # type: ignore[operator]
+        return whole
+    return gather_shards(model)
+
+
+def gather_shards(model: nn.Module) -> dict[str, Any]:
+    """Return the unsharded state of a model, or of this rank's stages of one."""
     renew_all(model)
     gathered: dict[str, Any] = {}
     wholes: dict[int, Tensor] = {}

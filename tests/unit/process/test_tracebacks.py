@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from commlib.errors import UsageError
 from commlib.pipeline.rows import each
-from commlib.process.tracebacks import entered_call, format_error
+from commlib.process.tracebacks import entered_call, format_error, message_of
 from commlib.schedule.registry import program
 
 
@@ -69,3 +70,20 @@ def test_a_misspelled_name_gets_pythons_own_hint() -> None:
     assert format_error(caught(lambda: "".jion)).endswith("'jion'. Did you mean: 'join'?\n")  # type: ignore[attr-defined]
     assert format_error(caught(lambda: trainn())).endswith("'trainn' is not defined. Did you mean: 'train'?\n")  # type: ignore[name-defined]  # noqa: F821
     assert format_error(caught(lambda: "".xyzzyx)).endswith("'xyzzyx'\n")  # type: ignore[attr-defined]
+
+
+def test_errors_whose_text_or_names_fail_are_reported() -> None:
+    """The report, and the end of the job, must not depend on code of the user."""
+
+    class Weird(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("str fails")
+
+    class Lazy:
+        def __dir__(self) -> Any:
+            raise RuntimeError("dir fails")
+
+    assert message_of(Weird()) == "<exception str() failed>"
+    assert format_error(Weird()).endswith("Weird: <exception str() failed>\n")
+    error = caught(lambda: Lazy().absent)  # type: ignore[attr-defined]
+    assert format_error(error).endswith("'Lazy' object has no attribute 'absent'\n")
