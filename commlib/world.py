@@ -102,7 +102,7 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         agreement = bootstrap.agree(transport, settings, bad, about, resolved.origins)
     except CommlibError:  # on all ranks
         recording.close()
-        transport.close(met=False)
+        transport.close(synchronized=False)
         raise
     if over_mpi is not None:
         mpi_start.unlink_memory_files()  # all ranks have called MPI_Init

@@ -18,7 +18,7 @@ from commlib.diagnosis.facts import MpiFacts
 from commlib.errors import TransportError
 from commlib.launch import mpi_start
 from commlib.process.probe_process import report, run_probe
-from commlib.transport.cuda_aware import ask_loaded
+from commlib.transport.cuda_aware import query_loaded
 
 _MARK = "commlib.diagnosis: "
 _LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -57,9 +57,9 @@ def start_mpi() -> MpiFacts:
     MPI = mpi_start.load_mpi()
     seconds = time.perf_counter() - began
     threads = {getattr(MPI, f"THREAD_{level}"): level for level in _LEVELS}
-    answer = ask_loaded(MPI)
+    answer = query_loaded(MPI)
     called = " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())  # as `ask_loaded` calls it
-    label = {True: "yes", False: "no", None: "unknown"}[answer.says]
+    label = {True: "yes", False: "no", None: "unknown"}[answer.is_supported]
     return MpiFacts(
         library=library,
         file=file,

@@ -104,7 +104,7 @@ class CallSequence:
             return None
         texts, board, watch = None, self._standing.board, Waiting(self._group, text)
         if self._one_node and board is not None:
-            if not board.meet(signature(text), watch):
+            if not board.barrier(signature(text), watch):
                 texts = board.exchange_texts(text, watch)
         else:
             texts = compare_messages(self._transport, self._count, text, watch)
