@@ -114,8 +114,8 @@ def try_alone(seconds: float, environment: Mapping[str, str] = os.environ, comma
         return MpiTrial(failure=f"no process to start MPI in: {error}")
     if answer.code is None:
         return MpiTrial(failure=f"MPI did not start within {seconds:g} s")
-    if answer.told:
-        result = answer.told[0]
+    if answer.values:
+        result = answer.values[0]
         mpi = None if result["mpi"] is None else MpiFacts(**result["mpi"])
         return MpiTrial(mpi, result["peer_reads"], result["failure"])
     ended = answer.signal or f"exit code {answer.code}"

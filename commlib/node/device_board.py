@@ -59,7 +59,7 @@ class DeviceBoard:
         self._share = share
         self.by_host = False
         """Whether the slots are in host memory, because the devices cannot address each other's memory."""
-        self.kept: dict[Any, Any] = {}
+        self.cached: dict[Any, Any] = {}
         """Objects that collectives cache with the board, by key."""
         self._side_stream = device.stream()
         self._number = 0

@@ -41,7 +41,7 @@ def probe(
         )
     except OSError as error:
         return ProbeResult("", f"the probe process could not be started: {error}")
-    reports = answer.told
+    reports = answer.values
     return ProbeResult(reports[0] if reports else "", reports[1] if len(reports) > 1 else _ending(answer, seconds))
 
 

@@ -68,7 +68,7 @@ class TensorflowTensors:
     def memory(self, value: tf.Tensor) -> None:
         """Return None: TensorFlow does not expose which tensors share memory."""
 
-    def is_kept(self, memory: Any) -> bool:
+    def is_used(self, memory: Any) -> bool:
         """Return False."""
         return False
 

@@ -129,11 +129,11 @@ class CheckedModel:
             return None
         training = self._training and not evaluate
         run = functools.partial(forward, self._model, self._layers, self._axis, call, styles, guide, training=training)
-        result = run(stands_in=self._replaces_zeros)
+        result = run(replaces_zeros=self._replaces_zeros)
         if guide is None and self._replaces_zeros:
             works = result.is_finite or not result.zeros
             self._replaces_zeros = all(self._axis.comm.all_gather_object(works))
-            result = result if self._replaces_zeros else run(stands_in=False)
+            result = result if self._replaces_zeros else run(replaces_zeros=False)
         return result
 
     def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:

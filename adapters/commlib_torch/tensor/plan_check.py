@@ -88,10 +88,10 @@ class CheckedModel:
         if self._axis is None:
             return None
         run = partial(forward, self._model, self._axis, call, styles, guide, evaluate=evaluate)
-        result = run(stands_in=self._replaces_zeros)
+        result = run(replaces_zeros=self._replaces_zeros)
         if guide is None and self._replaces_zeros:
             self._replaces_zeros = all(self._axis.comm.all_gather_object(result is None or result.is_finite))
-            result = result if self._replaces_zeros else run(stands_in=False)
+            result = result if self._replaces_zeros else run(replaces_zeros=False)
         return result
 
     def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:

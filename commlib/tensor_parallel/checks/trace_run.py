@@ -31,7 +31,7 @@ class TracedRun:
     layers. hides: whether sharded layers ran where they could not be traced. error: the exception that ended it.
     is_custom: whether it has functions between layers with a backward of their own. arriving: gradients of layers'
     results, by value number, from the operations between those layers and the next ones; None if not requested, or if
-    there are none. zeros: weights that were replaced by placeholders, see `stand_in`.
+    there are none. zeros: weights that were replaced by placeholders, see `substitute_weights`.
     """
 
     trace: ModelTrace
