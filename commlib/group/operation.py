@@ -14,7 +14,7 @@ class Operation:
     It holds the arrays that it reads and writes, which keeps them alive while it is queued.
 
     must_match: the ranks always compare it, because `run` blocks in MPI: it runs after all ranks have arrived, on all
-    of them. finish: converts `run`'s value to the result. Its exceptions affect this rank only: the call itself is done.
+    of them. finish: converts `run`'s value to the result. Its exceptions affect this rank only: the call is done.
     """
 
     text: str

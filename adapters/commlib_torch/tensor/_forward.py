@@ -98,7 +98,7 @@ def _run(model: nn.Module, recorder: TraceRecorder, call: Any, *, evaluate: bool
                 raise
             trace, error = recorder.trace_of(()), raised
         draws = before != _random_states()
-        saved = recorder.kept
+        saved = recorder.layer_values
         values = [_array(saved.get(number, tensor)) for number, tensor in enumerate(recorder.tensors)]
     recorder.forget()
     return TracedRun(

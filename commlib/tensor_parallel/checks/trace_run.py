@@ -109,7 +109,7 @@ def compare_runs(
     call, which must be unsharded unless divided_output is given.
     """
     states = check(whole.trace, styles, divided_output=True, size=axis.size).states
-    saved = set() if divided_output else set(whole.trace.kept) - whole.trace.detached
+    saved = set() if divided_output else set(whole.trace.retained) - whole.trace.detached
     ends = {value: COMPUTED for value in saved if states[value] == UNKNOWN and whole.trace.maker(value).inputs}
     compare(axis, [*_values(axis, whole, own, {**states, **ends}), *_gradients(whole, own)], tolerance)
 
