@@ -58,7 +58,7 @@ def start_mpi() -> MpiFacts:
     seconds = time.perf_counter() - began
     threads = {getattr(MPI, f"THREAD_{level}"): level for level in _LEVELS}
     answer = query_loaded(MPI)
-    called = " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())  # as `ask_loaded` calls it
+    called = " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())  # as `query_loaded` calls it
     label = {True: "yes", False: "no", None: "unknown"}[answer.is_supported]
     return MpiFacts(
         library=library,
