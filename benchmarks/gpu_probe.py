@@ -135,7 +135,7 @@ class Probe:
             except CommlibError as error:
                 return None, str(error)
 
-        value, problem = self._comm.group.run(Operation(f"probe: {what}", run_checked, meets=True))
+        value, problem = self._comm.group.run(Operation(f"probe: {what}", run_checked, must_match=True))
         self.note(what, f"no: {problem}" if problem else "works")
         return value
 

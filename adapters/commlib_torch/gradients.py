@@ -267,7 +267,7 @@ class AutogradReducer:
                 f"{what} {list(ranks)}, and several of them would average it, but they compute one loss together: "
                 f"each has a term of the gradient, or none. Pass op=Sum, or {remedy}"
             )
-        backward_passes.begun.append(self)
+        backward_passes.started.append(self)
         return True
 
     def is_shared(self, comm: Any) -> bool:

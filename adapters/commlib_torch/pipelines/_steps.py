@@ -92,7 +92,7 @@ class StepRunner:
                 self._pipe.train(empty)
                 graphs.backward()
             self._tied.add_up(self._pipe.comm)
-            return self._result(details=details, outside=len(backward_passes.begun))
+            return self._result(details=details, outside=len(backward_passes.started))
 
     def evaluate(self, x: Any, y: Any, *, details: bool, **options: Any) -> Tensor | Details:
         """Return the loss of a batch in evaluation mode, or details. Collective."""
