@@ -43,10 +43,10 @@ class Probe:
         self._launches, self._meetings = (TINY_CALLS, TINY_CALLS) if tiny else (LAUNCHES, MEETINGS)
         self.rows: list[dict[str, Any]] = []
 
-    def note(self, what: str, said: str, **figures: float) -> None:
-        self.rows.append({"what": what, "said": said, **figures})
+    def note(self, what: str, result: str, **figures: float) -> None:
+        self.rows.append({"what": what, "result": result, **figures})
         if self._comm.rank == 0:
-            print(f"{what:<48}{said}", flush=True)
+            print(f"{what:<48}{result}", flush=True)
 
     def memory(self) -> None:
         """Measure copies; those within the GPU on the first rank alone."""
@@ -101,23 +101,23 @@ class Probe:
         def share() -> None:
             device.share(self._nbytes, group.rank, group.gather_objects).close()
 
-        def meet() -> DeviceBoard:
+        def open_board() -> DeviceBoard:
             context, memory = group.open(), group.symmetric_on(device)
             return DeviceBoard.make(device, context.board, memory, group.transport, group.gather_objects, lambda: None)
 
         self._try("memory of other ranks' GPUs is opened (IPC)", share)
-        board = self._try("streams meet (cuStreamBatchMemOp)", meet)
+        board = self._try("streams meet (cuStreamBatchMemOp)", open_board)
         if board is None:
             return
-        board.meet()
+        board.barrier()
         self._machine.finish()
         self._comm.barrier()
-        host, _ = self._machine.seconds(board.meet, self._meetings)
+        host, _ = self._machine.seconds(board.barrier, self._meetings)
         each = max(self._comm.all_gather_object(host))
         self.note(f"meeting of {group.size} ranks", f"{each * 1e6:.1f} us", us=each * 1e6)
 
         def alone() -> None:
-            board.meet()
+            board.barrier()
             self._machine.finish()
 
         self._comm.barrier()
@@ -135,17 +135,17 @@ class Probe:
             except CommlibError as error:
                 return None, str(error)
 
-        value, problem = self._comm.group.run(Operation(f"probe: {what}", run_checked, meets=True))
+        value, problem = self._comm.group.run(Operation(f"probe: {what}", run_checked, must_match=True))
         self.note(what, f"no: {problem}" if problem else "works")
         return value
 
     def mpi(self) -> None:
         """Check whether MPI is CUDA-aware; if so, try it in another process, which may crash. Collective."""
-        answer, failure = cuda_aware.ask_loaded(MPI), ""
-        if answer.says and MPI.COMM_WORLD.rank == 0:
+        answer, failure = cuda_aware.query_loaded(MPI), ""
+        if answer.is_supported and MPI.COMM_WORLD.rank == 0:
             failure = cuda_probe.probe(seconds=15).failure
         failure = MPI.COMM_WORLD.bcast(failure)
-        text = "works" if answer.says and not failure else f"no: {failure or answer.how}"
+        text = "works" if answer.is_supported and not failure else f"no: {failure or answer.how}"
         self.note("MPI takes memory of a GPU", text)
 
     def nccl(self) -> None:

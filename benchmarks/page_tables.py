@@ -245,7 +245,7 @@ def tensor(records: Sequence[Record]) -> str:
         middle = {
             who: [statistics.median(one["seconds"][who]) for one in of] for who in ("ours", "computes", "one process")
         }
-        saved = [[sum(one["kept"][who].values()) / 1e6 for one in of] for who in ("ours", "one process")]
+        saved = [[sum(one["saved_bytes"][who].values()) / 1e6 for one in of] for who in ("ours", "one process")]
         rows.append([
             str(of[0]["tokens"]),
             range_text([1e3 * value for value in middle["ours"]], ".2f"),

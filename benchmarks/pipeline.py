@@ -157,7 +157,7 @@ class Arrays:
     def memory(self, value: Any) -> Any:
         return None
 
-    def is_kept(self, memory: Any) -> bool:
+    def is_used(self, memory: Any) -> bool:
         return False
 
     def move(self, memory: Any) -> None:

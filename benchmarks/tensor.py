@@ -155,7 +155,7 @@ def measure(comm: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             {
                 "tokens": tokens,
                 "seconds": seconds,
-                "kept": {name: saved_bytes(models[name], x) for name in ("ours", "one process")},
+                "saved_bytes": {name: saved_bytes(models[name], x) for name in ("ours", "one process")},
                 "reduced": reduced_bytes(comm, steps["ours"], x),
                 "formula": 4 * tokens * arguments.width * 4 if comm.size > 1 else 0,
             }
@@ -177,7 +177,7 @@ def show(measured: list[dict[str, Any]], ranks: int) -> None:
         mid = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
         ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds["torch"], strict=True))
         gain = statistics.median(a / b for a, b in zip(seconds["one process"], seconds["ours"], strict=True))
-        sizes = [sum(row["kept"][name].values()) / 1e6 for name in ("ours", "one process")]
+        sizes = [sum(row["saved_bytes"][name].values()) / 1e6 for name in ("ours", "one process")]
         table.add_row(
             str(row["tokens"]), f"{mid['ours']:.2f}", f"{mid['torch']:.2f}", f"{ratio:.3f}", f"{mid['computes']:.2f}",
             f"{mid['one process']:.2f}", f"{gain:.2f}", f"{sizes[0]:.1f}", f"{sizes[1]:.1f}", str(row["reduced"]),

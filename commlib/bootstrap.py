@@ -24,24 +24,24 @@ from commlib.transport.base import Transport
 class Agreement:
     """The state that all ranks agree on. token: unique to this job and to this initialization of commlib.
 
-    told: each rank's extra information for the other ranks, by rank.
+    extras: each rank's extra information for the other ranks, by rank.
     """
 
     token: str
     chooser: Chooser
-    told: Sequence[Any] = ()
+    extras: Sequence[Any] = ()
 
 
 def agree(
     transport: Transport,
     settings: Config,
     bad: str = "",
-    told: Any = None,
+    extra: Any = None,
     origins: Mapping[str, str] | None = None,
 ) -> Agreement:
     """Compare the settings of all ranks. Collective.
 
-    bad: an error text if this rank's settings are bad, else "". told: extra information for the other ranks, picklable.
+    bad: an error text if this rank's settings are bad, else "". extra: information for the other ranks, picklable.
     origins: the origins of its settings, as in `config.Settings`; None: unknown.
     Raises UsageError for bad settings and MismatchError for different ones, on all ranks.
     """
@@ -51,7 +51,7 @@ def agree(
             tuning = Tuning.load(settings).to_bytes()
         except CommlibError as caught:
             error = caught
-    mine = bad, collect_compared(settings), (secrets.token_hex(4), tuning, error), told, origins
+    mine = bad, collect_compared(settings), (secrets.token_hex(4), tuning, error), extra, origins
     everyone = gather_objects(mine, transport)
     known = [answer[4] for answer in everyone]
     compare([answer[:2] for answer in everyone], () if None in known else known)

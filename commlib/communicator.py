@@ -79,7 +79,7 @@ class Communicator:
         self._subgroups = Subgroups(self.group, _of_group)
         self._barrier_plan: Plan | None = None
         self._labelled: dict[str, Communicator] = {}
-        self.kept: dict[Any, Any] = {}
+        self.cached: dict[Any, Any] = {}
         """Objects that other parts of commlib cache for these ranks, by key."""
 
     def __repr__(self) -> str:
@@ -207,7 +207,7 @@ class Communicator:
             result = self._labelled[label] = copy.copy(self)
             result._calls = self._calls.labelled(label)
             result._all_reduces = result._calls.all_reduces
-            result._labelled, result.kept = {}, {}
+            result._labelled, result.cached = {}, {}
         return result
 
     def watch(self, text: str) -> Callable[[], None]:

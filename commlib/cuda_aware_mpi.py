@@ -54,9 +54,9 @@ def report(settings: Config) -> NodeAnswer | None:
         return None
     from mpi4py import MPI
 
-    from commlib.transport.cuda_aware import ask_loaded
+    from commlib.transport.cuda_aware import query_loaded
 
-    return os.uname().nodename, ask_loaded(MPI)
+    return os.uname().nodename, query_loaded(MPI)
 
 
 def agree(everyone: Sequence[NodeAnswer | None], transport: Transport) -> bool:
@@ -68,7 +68,7 @@ def agree(everyone: Sequence[NodeAnswer | None], transport: Transport) -> bool:
     if not with_gpu:
         return False
     answers = [answer for _, answer in with_gpu.values()]
-    if refusal := next((answer.how for answer in answers if answer.says is False), ""):
+    if refusal := next((answer.how for answer in answers if answer.is_supported is False), ""):
         _log(rank, "info", f"{_COPIED}: MPI cannot use GPU memory ({refusal})")
         return False
     from commlib.group.gathering import gather_objects
@@ -82,7 +82,7 @@ def agree(everyone: Sequence[NodeAnswer | None], transport: Transport) -> bool:
     how = answers[0].how
     if not failures:
         _log(rank, "info", f"MPI sends and receives GPU memory directly ({how}; a probe confirmed it)")
-    elif all(answer.says for answer in answers):
+    elif all(answer.is_supported for answer in answers):
         claim = f"MPI claims to accept GPU memory ({how}), but a probe failed: {'; '.join(failures)}"
         _log(rank, "warning", f"{claim}. {_COPIED}; {_OVERRIDE}")
     else:

@@ -48,7 +48,7 @@ class Mesh:
     def _make(self, comm: Communicator, shape: MeshShape, parent: Mesh | None) -> None:
         self.comm, self.shape = comm, shape
         self._parent, self._is_closed = parent, False
-        self.kept: dict[Any, Any] = {}
+        self.cached: dict[Any, Any] = {}
         """Objects that other parts of commlib cache for these axes, by key."""
         new: list[tuple[str, ...]] = [
             (axis,) for axis in shape.axes if parent is None or axis not in parent.shape.names
@@ -82,7 +82,7 @@ class Mesh:
 
     def _keep(self, axes: tuple[str, ...], group: Communicator) -> None:
         self._groups[axes] = group
-        group.kept["mesh"] = self  # sharded layers along this axis find in the mesh the ranks that hold the same shards
+        group.cached["mesh"] = self  # sharded layers along this axis find the ranks with equal shards in the mesh
 
     def communicator(self, verb: str) -> Communicator:
         """Return the Communicator of a mesh with one axis. Raises UsageError for a call of `verb` if there are more.
@@ -168,7 +168,7 @@ class Mesh:
             for group in self._groups.values():
                 group.close()
             self._groups.clear()
-            self.kept.clear()
+            self.cached.clear()
 
     def __enter__(self) -> Mesh:
         return self
@@ -179,7 +179,7 @@ class Mesh:
         else:  # other ranks may never arrive: the groups are freed once all ranks have dropped them
             self._is_closed = True
             self._groups.clear()
-            self.kept.clear()
+            self.cached.clear()
 
     def __repr__(self) -> str:
         place = ", ".join(f"{name}={at}" for name, at in self.shape.coordinates(self.comm.rank).items())

@@ -55,7 +55,7 @@ class Subgroups(Generic[C]):
             return [self._child(*request, number) for request, number in zip(requests, numbers, strict=True)]
 
         text = ", ".join(["split", *(name for _, _, name in requests if name)])
-        return self._group.run(Operation(text, run, meets=True))  # type: ignore[no-any-return]
+        return self._group.run(Operation(text, run, must_match=True))  # type: ignore[no-any-return]
 
     def _child(self, color: int, key: int, name: str, number: int) -> C | None:
         group = self._group
@@ -70,7 +70,7 @@ class Subgroups(Generic[C]):
         if self._node is None:
             group = self._group
             run = partial(self._child, group.topology.node(group.rank), group.rank, f"{group.name}.node", 0)
-            self._node = group.run(Operation("node", run, meets=True))
+            self._node = group.run(Operation("node", run, must_match=True))
         assert self._node is not None
         return self._node
 

@@ -102,17 +102,17 @@ def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -
         agreement = bootstrap.agree(transport, settings, bad, about, resolved.origins)
     except CommlibError:  # on all ranks
         recording.close()
-        transport.close(met=False)
+        transport.close(synchronized=False)
         raise
     if over_mpi is not None:
         mpi_start.unlink_memory_files()  # all ranks have called MPI_Init
-    if over_mpi is not None and cuda_aware_mpi.agree([report for report, _, _ in agreement.told], transport):
+    if over_mpi is not None and cuda_aware_mpi.agree([report for report, _, _ in agreement.extras], transport):
         over_mpi.take("cuda")
     retired = None if _before is None else _before.retired
     world = bootstrap.join(transport, settings, agreement, recording, retired)
-    if clocks := {rank: clock for rank, (_, clock, _) in enumerate(agreement.told) if clock}:
+    if clocks := {rank: clock for rank, (_, clock, _) in enumerate(agreement.extras) if clock}:
         recording.compare_clocks(world, clocks)
-    watch_for_hangs(world.runtime, world.rank, [report for _, _, report in agreement.told])
+    watch_for_hangs(world.runtime, world.rank, [report for _, _, report in agreement.extras])
     return world
 
 

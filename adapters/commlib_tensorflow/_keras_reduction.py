@@ -126,7 +126,7 @@ class KerasGradients:
         self._places: dict[Any, int] = {}
         if groups is not None and not isinstance(groups, int):
             groups = [[self._name_of(variable) for variable in group] for group in groups]
-        self.reducer = GradientsByName(name, groups=groups, asks_marks=True, **settings)
+        self.reducer = GradientsByName(name, groups=groups, reads_marks=True, **settings)
 
     @property
     def _process_set(self) -> core.ProcessSet:

@@ -72,7 +72,7 @@ class GradientsByName(NamedGradients):
     after. sparse_as_dense: tf.IndexedSlices are made dense first; otherwise each is gathered from all ranks. groups: a
     number of groups, or lists of variables' names that travel together; by default gradients travel in buckets of up to
     `bucket_cap_mib` MiB, the first one of `first_bucket_mib`. overlap: whether a traced function reduces each bucket as
-    soon as it is complete; None decides from the ranks' nodes and their cores. asks_marks: without a process set,
+    soon as it is complete; None decides from the ranks' nodes and their cores. reads_marks: without a process set,
     variables that are sharded along a mesh determine the ranks.
     """
 
@@ -90,7 +90,7 @@ class GradientsByName(NamedGradients):
         overlap: bool | None = None,
         bucket_cap_mib: float = BUCKET_CAP_MIB,
         first_bucket_mib: float = FIRST_BUCKET_MIB,
-        asks_marks: bool = False,
+        reads_marks: bool = False,
     ) -> None:
         self.op = core.resolve_op(op)
         self._in_buckets = self.op in (core.Average, core.Sum)
@@ -110,7 +110,7 @@ class GradientsByName(NamedGradients):
         """The user's own compressor, if any: the tensors it makes go into buckets unchanged."""
         options = replace(requested, compression=CompressionChoice()) if self.compressor else requested
         super().__init__(name, options, read_groups(groups, str), process_set)
-        self._reads_marks = asks_marks and (process_set is None or process_set is core.global_process_set)
+        self._reads_marks = reads_marks and (process_set is None or process_set is core.global_process_set)
 
     @no_autograph
     def __call__(
@@ -288,7 +288,7 @@ class GraphCall(GradientCall):
         for known in (self._given[index], self._like[index]):
             if known is not None:
                 return tf.as_dtype(known.dtype)
-        return tf.as_dtype(self._begun().gradients[index].dtype)
+        return tf.as_dtype(self._reducer_in_use().gradients[index].dtype)
 
     def _nodes(self, messages: Mapping[int, Any]) -> list[list[int]]:
         """Return the gradients for each node that takes some; a single node if all are taken at the end."""
@@ -379,7 +379,7 @@ class GraphCall(GradientCall):
 
     def _zeros(self, index: int) -> Any:
         """Return zeros for a missing result, in the dtype and place of a reducer's result."""
-        kind = self._begun().gradients[index]
+        kind = self._reducer_in_use().gradients[index]
         zeros = result_empty(kind.shape, self._options.wire_dtype(kind.dtype))
         zeros[...] = 0
         return zeros if self._place is None else copy_to_device(zeros, kind.place)

@@ -72,7 +72,7 @@ class BackwardPasses:
         self._is_one = False  # within `as_one`
         self.pipeline: tuple[Any, nn.Module] | None = None
         """The communicator and the stages of this rank, within `as_one`."""
-        self.begun: list[Any] = []
+        self.started: list[Any] = []
         """Members shared by several ranks of the pipeline whose gradients this rank's step has produced."""
         self._is_final, self._later = True, frozenset[int]()
 
@@ -114,13 +114,13 @@ class BackwardPasses:
         finally:
             self._is_one, self.pipeline = False, None
         for member in self.members:
-            if member not in self.begun:
+            if member not in self.started:
                 member.end_backward()
 
     @contextmanager
     def shared(self, comm: Any) -> Iterator[None]:
         """Run a pipeline step; if it fails, members that several of its ranks share abandon their passes."""
-        self.begun = []
+        self.started = []
         try:
             yield
         except BaseException:
@@ -129,14 +129,14 @@ class BackwardPasses:
                     member.reducer.abandon()
             raise
         finally:
-            self.begun = []
+            self.started = []
 
     def end_shared(self, comm: Any) -> None:
         """End the backward of all members that have begun on any rank of the pipeline, on all of its ranks. Collective.
 
         Raises UsageError on all ranks of the pipeline if one of them has closed such a member.
         """
-        begun = {member.label for member in self.begun}
+        begun = {member.label for member in self.started}
         own = {member.label: member for member in self.members if member.is_shared(comm)}
         reports = comm.all_gather_object((begun, set(own)))
         for label in sorted(set().union(*(theirs for theirs, _ in reports))):

@@ -40,7 +40,7 @@ class ForwardCall:
 
     signature: inspect.Signature
     values: dict[str, Any]
-    given: frozenset[str]
+    passed: frozenset[str]
     """The parameters that were passed; all others have their defaults."""
     free: frozenset[str]
 
@@ -69,7 +69,7 @@ class ForwardCall:
     def with_free(self, names: Collection[str]) -> ForwardCall:
         """Return the same call with more free values among those that are not tensors."""
         tensors = {name for name, value in self.leaves() if value is GIVEN}
-        return ForwardCall(self.signature, self.values, self.given, frozenset({*tensors, *names}))
+        return ForwardCall(self.signature, self.values, self.passed, frozenset({*tensors, *names}))
 
     def leaves(self) -> list[tuple[str, Any]]:
         """Return each value with its name, containers element by element."""
@@ -95,7 +95,7 @@ class ForwardCall:
         bound = inspect.BoundArguments(self.signature, values)
         return bound.args, bound.kwargs
 
-    def taken(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    def values_of(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         """Return the free values of a call, by their names in graphs. Raises UsageError if other values differ."""
         bound = _bound(self.signature, args, options)
         bound.apply_defaults()

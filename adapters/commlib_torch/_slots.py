@@ -229,7 +229,7 @@ class ParameterValues:
         return array.reshape(parameter.shape)
 
     def _lend(self, index: int) -> Tensor:
-        lent, slot = self._slots.lent[index], self._engine.slot(index)
+        lent, slot = self._slots.views[index], self._engine.slot(index)
         if type(slot) is DeviceArray:
             flat = devices.tensor_from(lent, slot)
             parameter = self._parameters[index]

@@ -52,7 +52,7 @@ class Snapshot:
         """Restore all values. Return the changed ones: the path of a module, and the title."""
         return [(path, title) for path, title, put_back in reversed(self._restorers) if put_back()]
 
-    def knows(self, value: Any) -> bool:
+    def has_visited(self, value: Any) -> bool:
         """Return whether the snapshot has visited an object."""
         return id(value) in self._seen
 

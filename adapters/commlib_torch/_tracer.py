@@ -52,8 +52,8 @@ class ModuleTrace:
 
     constants: tensors that forward creates, by their names in the graph. events: the nodes, and between them the path
     of a module at the begin of its forward, "" at the end. leaves: paths of opaque modules that torch.fx would have
-    traced. readings: attribute values that forwards read. kept: the names of constants that belong to the model, such
-    as those in a list of it, and that outlive a call.
+    traced. readings: attribute values that forwards read. in_attributes: the names of constants that belong to the
+    model, such as those in a list of it, and that outlive a call.
     """
 
     graph: fx.Graph
@@ -62,7 +62,7 @@ class ModuleTrace:
     leaves: list[str] = field(default_factory=list)
     events: list[fx.Node | str] = field(default_factory=list)
     readings: Guards = field(default_factory=Guards)
-    kept: frozenset[str] = frozenset()
+    in_attributes: frozenset[str] = frozenset()
 
 
 def trace_module(
@@ -93,7 +93,7 @@ def trace_module(
         else:
             tracer.faults += tracer.caught()
     trace.constants, trace.faults, trace.leaves = tracer.constants, tracer.faults, tracer.leaves
-    trace.events, trace.readings, trace.kept = tracer.events, tracer.readings, frozenset(tracer.kept)
+    trace.events, trace.readings, trace.in_attributes = tracer.events, tracer.readings, frozenset(tracer.in_attributes)
     if not trace.faults:
         trace.faults += tracer.escaped()
     return trace
@@ -121,7 +121,7 @@ class _Tracer(fx.Tracer):
         self.leaves: list[str] = []
         self.events: list[fx.Node | str] = []
         self.readings = Guards()
-        self.kept: list[str] = []
+        self.in_attributes: list[str] = []
         self._attributes: dict[str, fx.Proxy] = {}
         self._errors: list[tuple[str, Exception]] = []
 
@@ -326,7 +326,7 @@ class _Tracer(fx.Tracer):
                     else:
                         vars(module).pop(name, None)
                 self._attributes.clear()
-                self.kept = [name for name, value in self.constants.items() if snapshot.knows(value)]
+                self.in_attributes = [name for name, value in self.constants.items() if snapshot.has_visited(value)]
                 for path, title in snapshot.restore():
                     self._fault(f"changes {title}, which tracing would do only once", path)
 

@@ -198,10 +198,10 @@ class AutogradReducer:
             with self._between():
                 self.reducer.give_up()
 
-    def stand_in(self) -> bool:
-        """Contribute nothing to the next reduction of the other ranks; see `GradientReducer.stand_in`."""
+    def contribute_nothing_once(self) -> bool:
+        """Contribute nothing to the next reduction of the others; see `GradientReducer.contribute_nothing_once`."""
         with self._between():
-            return self.reducer.stand_in()
+            return self.reducer.contribute_nothing_once()
 
     def contribute_nothing(self) -> int | None:
         """Contribute nothing until all ranks do; see `GradientReducer.contribute_nothing`."""
@@ -267,7 +267,7 @@ class AutogradReducer:
                 f"{what} {list(ranks)}, and several of them would average it, but they compute one loss together: "
                 f"each has a term of the gradient, or none. Pass op=Sum, or {remedy}"
             )
-        backward_passes.begun.append(self)
+        backward_passes.started.append(self)
         return True
 
     def is_shared(self, comm: Any) -> bool:

@@ -14,8 +14,8 @@ def reversed_ranks(comm: Communicator) -> Communicator:
     """Return the communicator of the same ranks in reverse order. The first call makes it and is collective."""
     if comm.size == 1:
         return comm
-    reversed_comm: Communicator | None = comm.kept.get(_KEY)
+    reversed_comm: Communicator | None = comm.cached.get(_KEY)
     if reversed_comm is None:
-        reversed_comm = comm.kept[_KEY] = comm.split(0, -comm.rank, name=f"{comm.name} in reverse order")
+        reversed_comm = comm.cached[_KEY] = comm.split(0, -comm.rank, name=f"{comm.name} in reverse order")
         assert reversed_comm is not None
     return reversed_comm

@@ -60,7 +60,7 @@ def _type_of(dtype: str) -> MPI.Datatype:
 
 def is_cuda_aware() -> bool:
     """Return whether the MPI library of this process reports that it accepts GPU memory."""
-    return bool(cuda_aware.ask_loaded(MPI).says)
+    return bool(cuda_aware.query_loaded(MPI).is_supported)
 
 
 def call(world: Any, case: Case) -> Call:

@@ -203,7 +203,7 @@ def _wait(number: str, folder: Path) -> None:
     for name in facts["results"]:
         typer.echo(f"results in {name}", err=True)
     try:
-        results.keep(folder, facts)
+        results.save(folder, facts)
     except OSError as error:
         typer.echo(f"commlib slurm: cannot write {error.filename}: {error.strerror}", err=True)
     raise typer.Exit(facts["exit_code"])

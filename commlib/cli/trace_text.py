@@ -32,7 +32,7 @@ def summary_text(summary: Summary, width: int | None) -> str:
 
 
 def _ranks(summary: Summary, width: int | None) -> str:
-    rows = [("rank", "of", "communication", "hidden", "exposed", "lost waiting", "came last", "kept waiting")]
+    rows = [("rank", "of", "communication", "hidden", "exposed", "lost waiting", "late count", "caused wait")]
     for rank in summary.ranks:
         share = f"{rank.hidden / rank.communication:.0%}" if rank.communication else "-"
         rows.append((
@@ -42,8 +42,8 @@ def _ranks(summary: Summary, width: int | None) -> str:
             share,
             _time(rank.exposed),
             _time(rank.lost),
-            str(rank.came_last),
-            _time(rank.kept_waiting),
+            str(rank.late_count),
+            _time(rank.caused_wait),
         ))  # fmt: skip
     return columns(rows, width=width)
 

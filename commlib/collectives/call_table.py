@@ -192,7 +192,7 @@ class Calls:
 class PreparedCall:
     """One call that is ready to run: the compiled call, its source and target, and the conversion of its value.
 
-    deliver: converts the value to the verb's return value. known: whether the return value is known before the call
+    deliver: converts the value to the verb's return value. is_known: whether the return value is known before the call
     runs. x: the array as the user passed it.
     """
 
@@ -200,7 +200,7 @@ class PreparedCall:
     source: Any
     target: Any
     deliver: Callable[[Any], Any]
-    known: bool = False
+    is_known: bool = False
     x: Any = None
 
     @classmethod
@@ -216,7 +216,7 @@ class PreparedCall:
 
     def start(self) -> Work:
         """Start the call and return its work."""
-        if self.known:
+        if self.is_known:
             return self.compiled.start(self.source, self.target, value=self.deliver(None))
         return self.compiled.start(self.source, self.target, deliver=self.deliver)
 
@@ -224,9 +224,9 @@ class PreparedCall:
         """Bind the call to its arrays. Raises UsageError if it works on a copy, which would not see later changes."""
         check_bound(self.source, self.x, verb)
         check_bound(self.target, self.target, verb)
-        if not self.known and self.target is not self.source:
+        if not self.is_known and self.target is not self.source:
             raise UsageError(f"plan_{verb}: x and out must be contiguous: a copy would not see later changes of them")
-        if self.known:
+        if self.is_known:
             return self.compiled.bind(self.source, self.target, value=self.deliver(None))
         return self.compiled.bind(self.source, self.target, deliver=self.deliver)
 

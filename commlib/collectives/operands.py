@@ -23,13 +23,13 @@ class Result:
 
     array: Any
     flat: Any
-    given: Any  # returned to the user: `out` as passed, or a new array
+    user_array: Any  # returned to the user: `out` as passed, or a new array
     staged: bool = False  # `array` is not contiguous, so `flat` is a copy
 
     def deliver(self) -> Any:
         if self.staged:
             self.array[...] = self.flat.reshape(self.array.shape)
-        return self.given
+        return self.user_array
 
 
 def source(x: Any, verb: str) -> Any:

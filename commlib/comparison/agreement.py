@@ -62,7 +62,7 @@ class LayerAgreement:
 
     def __init__(self, comm: Communicator, kind: str, name: str = "") -> None:
         self._comm, self._name = comm, kind if name in ("", kind) else f"{name}, {kind}"
-        self._number = comm.kept["layers"] = comm.kept.get("layers", -1) + 1
+        self._number = comm.cached["layers"] = comm.cached.get("layers", -1) + 1
         self._compared: set[str] = set()
 
     def settle(self, when: str, options: Mapping[str, Any]) -> None:

@@ -11,18 +11,18 @@ _LAYOUT, _JOINED, _WARNED = "layout of sequences", "sequences joined by rank", "
 
 def note_layout(comm: Communicator, layout: str) -> None:
     """Record the layout of the sequences that are sharded among the ranks of a group."""
-    comm.kept[_LAYOUT] = layout
+    comm.cached[_LAYOUT] = layout
     _warn_once(comm)
 
 
 def note_joined(comm: Communicator) -> None:
     """Record that layers gather the model's sequence inputs rank by rank."""
-    comm.kept[_JOINED] = True
+    comm.cached[_JOINED] = True
     _warn_once(comm)
 
 
 def _warn_once(comm: Communicator) -> None:
-    cache = comm.kept
+    cache = comm.cached
     if cache.get(_LAYOUT) != "balanced" or _JOINED not in cache or _WARNED in cache or comm.size == 1:
         return
     cache[_WARNED] = True

@@ -144,9 +144,9 @@ def pass_on(axis: ParallelAxis, x: Any, tokens: int, tag: int) -> Callable[[], A
 def _channel(comm: Communicator, peer: int, x: DeviceArray, tag: int) -> DeviceChannel:
     """Return the channel to a rank for arrays of a device. It stays open, and grows as needed."""
     key = "ring", peer, tag, x.device.name
-    channel: DeviceChannel | None = comm.kept.get(key)
+    channel: DeviceChannel | None = comm.cached.get(key)
     if channel is None:
-        channel = comm.kept[key] = comm.channel(peer, f"ring {tag}", 1, "uint8", device=x.device)
+        channel = comm.cached[key] = comm.channel(peer, f"ring {tag}", 1, "uint8", device=x.device)
     return channel
 
 

@@ -83,7 +83,7 @@ class DeviceExecution:
         for source, target in zip(inputs, outputs, strict=True):
             if source.nbytes:
                 self._comm.all_reduce(source.array, op, out=target.array)
-        return [x.given for x in outputs]
+        return [x.user_array for x in outputs]
 
     def _broadcast(
         self, request: OpRequest, inputs: Sequence[DeviceOperand], outputs: Sequence[DeviceOperand], _: Any
@@ -92,7 +92,7 @@ class DeviceExecution:
         for x in inputs:
             if x.nbytes:
                 self._comm.broadcast(x.array, root)
-        return [x.given for x in outputs]
+        return [x.user_array for x in outputs]
 
     def _all_gather(self, request: OpRequest, inputs: Sequence[DeviceOperand], *_: Any) -> Any:
         return [self._comm.all_gather_v(x.array) for x in inputs]

@@ -35,11 +35,11 @@ class _Flags:
 class DeviceOperand:
     """A device array in a named operation, with the numpy attributes that checks and comparisons need.
 
-    given: the user's array. ready: the events to wait for, recorded when the operation was submitted.
+    user_array: the user's array. ready: the events to wait for, recorded when the operation was submitted.
     """
 
     array: DeviceArray
-    given: Any
+    user_array: Any
     ready: tuple[DeviceEvent, ...]
     flags = _Flags()
 
@@ -61,7 +61,7 @@ class DeviceOperand:
 
     def __getitem__(self, key: slice) -> DeviceOperand:
         """Return a range of rows."""
-        return DeviceOperand(self.array[key], self.given, self.ready)
+        return DeviceOperand(self.array[key], self.user_array, self.ready)
 
 
 def wrap_operands(
@@ -173,7 +173,7 @@ class Staging:
                 results.append(self._make_result(array, like, text))
                 continue
             self._deliver(given.array, array, text)
-            results.append(given.given)
+            results.append(given.user_array)
         return results
 
     def _make_result(self, value: Array, like: DeviceArray, text: str) -> Any:

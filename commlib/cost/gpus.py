@@ -12,13 +12,13 @@ class Gpu:
     """The parameters of a GPU and of its links.
 
     memory: bytes per second that it reads and writes, in total. link: bytes per second to or from the others, each way.
-    launch: seconds until a kernel runs. meeting: seconds to synchronize the streams of several ranks.
+    launch: seconds until a kernel runs. stream_barrier: seconds to synchronize the streams of several ranks.
     """
 
     memory: float
     link: float
     launch: float = 4e-6
-    meeting: float = 6e-6
+    stream_barrier: float = 6e-6
 
 
 H100 = Gpu(memory=3.0e12, link=450e9)
@@ -40,7 +40,7 @@ def all_reduce_seconds(nbytes: float, ranks: int, gpu: Gpu, *, one_gpu: bool, sy
         data = in_all / gpu.memory
     else:
         data = max((ranks - 1) / ranks * nbytes / gpu.link, in_all / ranks / gpu.memory)
-    seconds = 2 * gpu.meeting + gpu.launch + data
+    seconds = 2 * gpu.stream_barrier + gpu.launch + data
     if not symmetric:
         seconds += 2 * gpu.launch + 4 * nbytes * (ranks if one_gpu else 1) / gpu.memory
     return seconds

@@ -91,7 +91,7 @@ class ArrayValues:
 
     def take(self, index: int) -> None:
         """Make the reduced slot the result, or a copy of it if the caller kept an earlier result."""
-        value = self._slots.lent[index]
+        value = self._slots.views[index]
         if index in self._slots.copied:
             value = _copy_slot(value)
         self._results[index] = value

@@ -412,14 +412,14 @@ class GradientReducer:
         """
         if self._tracker.active:
             self.end()
-        if self.ranks.size == 1 or not self.buckets or not self.ranks.stands_in:
+        if self.ranks.size == 1 or not self.buckets or not self.ranks.needs_all_ranks:
             return None
         times = 0
-        while self.stand_in():
+        while self.contribute_nothing_once():
             times += 1
         return times
 
-    def stand_in(self) -> bool:
+    def contribute_nothing_once(self) -> bool:
         """Take part without gradients in the next reduction of the others; return whether there was one. Collective."""
         if self.shards is not None:
             raise UsageError(
@@ -492,10 +492,8 @@ class GradientReducer:
         """
         self._compressed_steps += self._is_compressing
         engine = self._engine
-        someone_found = engine.used(self._sparse_found) if engine.buckets else False
-        more = self._unbucketed.finish(
-            engine.used, engine.statistics, someone_found=someone_found, has_joined=has_joined
-        )
+        any_found = engine.used(self._sparse_found) if engine.buckets else False
+        more = self._unbucketed.finish(engine.used, engine.statistics, any_found=any_found, has_joined=has_joined)
         # Gradients that just left the buckets were not ready in time: the next backward shows a better order.
         if more or self._order.learn(seen, overlap=self._overlap):
             self._rebuild()

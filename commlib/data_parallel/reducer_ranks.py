@@ -56,7 +56,7 @@ class ReducerRanks(Protocol):
     def is_hierarchical(self) -> bool: ...
 
     @property
-    def stands_in(self) -> bool:
+    def needs_all_ranks(self) -> bool:
         """Whether a rank without data must take part in each reduction by `GradientReducer.contribute_nothing`."""
         ...
 
@@ -101,7 +101,7 @@ class ReducerRanks(Protocol):
 class OrderedRanks:
     """Launches reductions in one order on a communicator `comm`; `axes` maps other axes to communicators by name."""
 
-    stands_in = True
+    needs_all_ranks = True
     together = False
 
     def __init__(

@@ -24,7 +24,7 @@ class Slots:
 
     def __init__(self, count: int, view: Callable[[int, Any], Any]) -> None:
         self._view = view
-        self.lent: list[Array] = [np.empty(0) for _ in range(count)]
+        self.views: list[Array] = [np.empty(0) for _ in range(count)]
         """Slots as arrays to lend. Only gradients that were made from them hold references to these objects."""
         self._left: dict[int, list[Array]] = {}
         """Lent arrays in the symmetric memory of buckets that moved to private memory."""
@@ -35,7 +35,7 @@ class Slots:
         """Use the slots of `engine`, whose buckets have these `members`. Arrays lent earlier stay valid."""
         self._engine, self._members = engine, members
         self._left.clear()
-        self.lent = [np.empty(0) for _ in self.lent]
+        self.views = [np.empty(0) for _ in self.views]
         for bucket in range(len(members)):
             self._find(bucket)
 
@@ -49,7 +49,7 @@ class Slots:
             if not any(_find_in_use(arrays)):
                 del self._left[bucket]
                 self._move(bucket, moved, aside=False)
-        in_use = _find_in_use(self.lent)
+        in_use = _find_in_use(self.views)
         if not any(in_use):
             return
         for bucket, members in enumerate(self._members):
@@ -57,7 +57,7 @@ class Slots:
             if surprised:
                 self.copied.update(surprised)
                 if not self._engine.is_private(bucket):
-                    self._left[bucket] = [self.lent[number] for number in members]
+                    self._left[bucket] = [self.views[number] for number in members]
                 self._move(bucket, moved, aside=True)
 
     def _move(self, bucket: int, moved: Callable[[int], None], *, aside: bool) -> None:
@@ -70,7 +70,7 @@ class Slots:
         for number in self._members[bucket]:
             view = self._view(number, self._engine.slot(number))
             if view is not None:
-                self.lent[number] = view
+                self.views[number] = view
 
 
 def _find_in_use(arrays: list[Array]) -> list[bool]:

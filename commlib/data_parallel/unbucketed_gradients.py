@@ -76,7 +76,7 @@ class UnbucketedGradients:
         used: Callable[[int], bool],
         statistics: Statistics,
         *,
-        someone_found: bool,
+        any_found: bool,
         has_joined: bool = False,
     ) -> bool:
         """Reduce the gradients outside the buckets; return whether more parameters travel here from now on. Collective.
@@ -85,7 +85,7 @@ class UnbucketedGradients:
         that `has_joined` contributes nothing, and its gradients do not change. Raises MismatchError on every rank if a
         gradient is sparse on some ranks and dense on others.
         """
-        new_sparse = self._learn(used) if someone_found else set()
+        new_sparse = self._learn(used) if any_found else set()
         self._reduce_rows(
             [index for index in sorted(self._sparse) if index in new_sparse or used(index)], statistics, has_joined
         )

@@ -64,7 +64,7 @@ class Signals(Protocol):
     2**31 ahead of it, modulo 2**32.
     """
 
-    def meet(self, number: int) -> None:
+    def queue(self, number: int) -> None:
         """Queue on the current stream: write a number for the others, then wait for the same or a later one of each.
 
         Later work on this stream runs after all work that their streams had queued before.

@@ -18,7 +18,7 @@ from commlib.diagnosis.facts import MpiFacts
 from commlib.errors import TransportError
 from commlib.launch import mpi_start
 from commlib.process.probe_process import report, run_probe
-from commlib.transport.cuda_aware import ask_loaded
+from commlib.transport.cuda_aware import query_loaded
 
 _MARK = "commlib.diagnosis: "
 _LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -57,9 +57,9 @@ def start_mpi() -> MpiFacts:
     MPI = mpi_start.load_mpi()
     seconds = time.perf_counter() - began
     threads = {getattr(MPI, f"THREAD_{level}"): level for level in _LEVELS}
-    answer = ask_loaded(MPI)
-    called = " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())  # as `ask_loaded` calls it
-    label = {True: "yes", False: "no", None: "unknown"}[answer.says]
+    answer = query_loaded(MPI)
+    called = " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())  # as `query_loaded` calls it
+    label = {True: "yes", False: "no", None: "unknown"}[answer.is_supported]
     return MpiFacts(
         library=library,
         file=file,
@@ -114,8 +114,8 @@ def try_alone(seconds: float, environment: Mapping[str, str] = os.environ, comma
         return MpiTrial(failure=f"no process to start MPI in: {error}")
     if answer.code is None:
         return MpiTrial(failure=f"MPI did not start within {seconds:g} s")
-    if answer.told:
-        result = answer.told[0]
+    if answer.values:
+        result = answer.values[0]
         mpi = None if result["mpi"] is None else MpiFacts(**result["mpi"])
         return MpiTrial(mpi, result["peer_reads"], result["failure"])
     ended = answer.signal or f"exit code {answer.code}"

@@ -58,9 +58,9 @@ class ExpertRanks:
         group = ranks if isinstance(ranks, Mesh) else communicator_of(ranks, "experts")
         # Layers over the same ranks share these communicators.
         key = "experts", _parts(group, experts) if isinstance(group, Mesh) else 0, empty
-        if key not in group.kept:
-            group.kept[key] = cls._make(group, key[1], empty)
-        result: ExpertRanks = group.kept[key]
+        if key not in group.cached:
+            group.cached[key] = cls._make(group, key[1], empty)
+        result: ExpertRanks = group.cached[key]
         return result
 
     def agree(self, kind: str, name: str, options: Mapping[str, Any]) -> LayerAgreement:

@@ -60,7 +60,7 @@ class ValueSearch:
         self._is_array, self._layer = is_array, layer
         self._known = {id(one): one for one in known}
 
-    def kept(self, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def find(self, attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield each reachable array and list of numbers, and each number inside another value, with its path."""
         waiting = [(name, value, False) for name, value in reversed(list(attributes.items()))]
         while waiting and len(self._known) < _MOST:

@@ -88,10 +88,10 @@ class Mixture:
         return routing
 
     def _join(self) -> None:
-        self.ranks.axis.comm.kept.setdefault(MIXTURES, weakref.WeakSet()).add(self)
+        self.ranks.axis.comm.cached.setdefault(MIXTURES, weakref.WeakSet()).add(self)
 
     def renew_dispatcher(self) -> None:
-        """Make a new dispatcher if a rank has left the old one (see `telling`); this is collective on all ranks."""
+        """Make a new dispatcher if a rank has left the old one (see `reporting_errors`). Collective over all ranks."""
         if self.exchange.has_left_rank:
             self.exchange = dispatcher_over(self.ranks.axis, self.placement, self._codec)
 
@@ -129,7 +129,7 @@ class Mixture:
         self.exchange = dispatcher_over(self.ranks.axis, placement, self._codec)
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """Compute experts within: errors raised inside are reported to the waiting ranks, which raise them too.
 
         All ranks can continue with the next call.

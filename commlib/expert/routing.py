@@ -44,14 +44,14 @@ class Routing:
     entropy: float
     balance: float
     z: float
-    kept: _SavedValues
+    saved: _SavedValues
 
     def gradient(self, of_gates: Array, of_balance: float, of_z: float) -> Array:
         """Return the gradient of the logits, float32 [tokens, experts], from those of gates (float32 [n]) and losses.
 
         Choices, drops and counts are treated as constants.
         """
-        saved = self.kept
+        saved = self.saved
         out = np.empty_like(saved.scores)
         experts_of = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
         # An infinite loss gives an infinite gradient, which loss scalers look for.

@@ -49,7 +49,7 @@ def check_step(what: str, gradients: Sequence[Gradient], warned: set[str], print
     for comm, is_axis in _comms(gradients):
         whole = [one for one in gradients if one[1] is None]
         stacks = [one for one in gradients if is_axis and one[1] is not None and one[1].axis.comm is comm]
-        uneven = float(any(not one.was_even for one in comm.kept.get(MIXTURES, ())))
+        uneven = float(any(not one.was_even for one in comm.cached.get(MIXTURES, ())))
         own = [uneven, *(squares for _, _, squares, _ in (*whole, *stacks)), *prints]
         everyone = comm.all_gather(np.array([own], np.float64))
         if not np.isfinite(everyone).all():

@@ -60,10 +60,10 @@ class CallSequence:
             self._comparing = inf
         self._needs_board = False
 
-    def perform(self, text: str, run: Callable[..., Any], *arguments: Any, meets: bool = False) -> Any:
+    def perform(self, text: str, run: Callable[..., Any], *arguments: Any, must_match: bool = False) -> Any:
         """Run a call in its turn: compare it with the other ranks' calls if required, then execute it.
 
-        meets: see `Operation`.
+        must_match: see `Operation`.
         """
         standing = self._standing
         if standing.failure is not None:
@@ -71,7 +71,7 @@ class CallSequence:
         board, count = standing.board, self._count + 1
         number = 1 + board.calls if board is not None and self._one_node else count
         # A group's first collective creates its board; set-up calls (split, empty) need none.
-        opening = self._needs_board and not meets
+        opening = self._needs_board and not must_match
         agreed = False
         try:
             self._count = count
@@ -79,8 +79,8 @@ class CallSequence:
                 board.calls = number
             if self._stall_check is not None:
                 self._stall_check.note(count, text)
-            if meets or opening or count <= self._comparing:
-                difference = self._compare(text, meets or opening)
+            if must_match or opening or count <= self._comparing:
+                difference = self._compare(text, must_match or opening)
                 if difference is not None:
                     agreed = True  # all ranks raise it, and no data was sent
                     raise difference
@@ -95,16 +95,16 @@ class CallSequence:
             if standing.board is not None:
                 standing.board.calls = number  # undo the counts of its inner calls
 
-    def _compare(self, text: str, meets: bool) -> MismatchError | None:
+    def _compare(self, text: str, must_match: bool) -> MismatchError | None:
         """Compare the call on all ranks; return the error if the texts differ.
 
         If instead a wait in here raises a MismatchError, the late rank is in a different call and does not compare.
         """
-        if self._transport.size == 1 or (self._check == "never" and not meets):
+        if self._transport.size == 1 or (self._check == "never" and not must_match):
             return None
         texts, board, watch = None, self._standing.board, Waiting(self._group, text)
         if self._one_node and board is not None:
-            if not board.meet(signature(text), watch):
+            if not board.barrier(signature(text), watch):
                 texts = board.exchange_texts(text, watch)
         else:
             texts = compare_messages(self._transport, self._count, text, watch)

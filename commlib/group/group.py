@@ -244,7 +244,7 @@ class Group:
     def run(self, operation: Operation) -> Any:
         """Run an operation after all earlier launches, and return its value."""
         execute = partial(self.perform, operation)
-        if operation.meets and self.size > 1:
+        if operation.must_match and self.size > 1:
             value = self.progress.run_uninterrupted(operation.text, execute)
         else:
             value = Task(self.progress, operation.text, execute).now(None, None)
@@ -261,7 +261,7 @@ class Group:
 
     def perform(self, operation: Operation) -> Any:
         """Run an operation in its turn: see `CallSequence.perform`."""
-        return self.perform_call(operation.text, operation.run, meets=operation.meets)
+        return self.perform_call(operation.text, operation.run, must_match=operation.must_match)
 
     @property
     def call_number(self) -> int:

@@ -13,11 +13,11 @@ class Operation:
 
     It holds the arrays that it reads and writes, which keeps them alive while it is queued.
 
-    meets: the ranks always compare it, because `run` blocks in MPI: it runs after all ranks have arrived, on all of
-    them. finish: converts `run`'s value to the result. Its exceptions affect this rank only: the call itself is done.
+    must_match: the ranks always compare it, because `run` blocks in MPI: it runs after all ranks have arrived, on all
+    of them. finish: converts `run`'s value to the result. Its exceptions affect this rank only: the call is done.
     """
 
     text: str
     run: Callable[[], Any]
-    meets: bool = False
+    must_match: bool = False
     finish: Callable[[Any], Any] | None = None

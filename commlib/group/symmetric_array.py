@@ -53,7 +53,7 @@ def empty(group: Group, shape: int | Sequence[int], dtype: Any, device: Device |
     text = f"empty of shape {dimensions} {name_of(kind)}"
     if place is not HOST:
         text += f" on {place.name}" + ", private to each rank" * (not group.config.device_ipc)
-    return Operation(text, run, finish=finish, meets=True)
+    return Operation(text, run, finish=finish, must_match=True)
 
 
 def _private_zeros(place: Device, shape: tuple[int, ...], kind: Any) -> Any:

@@ -27,7 +27,7 @@ class JoinableReducer(Protocol):
 
     def contribute_nothing(self) -> int | None: ...
 
-    def stand_in(self) -> bool: ...
+    def contribute_nothing_once(self) -> bool: ...
 
     def end_backward(self) -> None: ...
 
@@ -45,10 +45,10 @@ def join(reducers: Sequence[JoinableReducer] = ()) -> int:
         on_comm[id(reducer.comm)].append(reducer)
     groups = list(on_comm.values())
     if len(groups) <= 1:
-        counts = [_stand_in(group) for group in groups]
+        counts = [_contribute_nothing(group) for group in groups]
     else:
         with ThreadPoolExecutor(len(groups), "commlib-join") as pool:
-            counts = list(pool.map(_stand_in, groups))
+            counts = list(pool.map(_contribute_nothing, groups))
     by_name: int = pending.wait()
     times = [number for number in counts if number is not None]
     return _last(by_name, allgather_object(sum(times) if times else None, "join.stood_in"))
@@ -70,7 +70,7 @@ def announce_turn(comm: Any, number: int) -> int:
     return highest
 
 
-def _stand_in(reducers: Sequence[JoinableReducer]) -> int | None:
+def _contribute_nothing(reducers: Sequence[JoinableReducer]) -> int | None:
     """Take part without data in the reductions on one communicator; return their number, None if there is no reducer.
 
     A single reducer is always next. Of several, the ranks with data announce the next one.
@@ -89,7 +89,7 @@ def _stand_in(reducers: Sequence[JoinableReducer]) -> int | None:
                 f"ranks reduce the gradients of optimizer {number} on this communicator, which no longer exists on "
                 f"rank {comm.rank}: keep it until all ranks have joined"
             )
-        numbered[number].stand_in()
+        numbered[number].contribute_nothing_once()
         times += 1
     return times
 

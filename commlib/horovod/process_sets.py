@@ -144,7 +144,7 @@ class Registry:
         if known is None:
             self._register(process_set, ranks, group)
         else:
-            self._stand_for(process_set, known)
+            self._make_alias(process_set, known)
 
     def add_missing(self, process_sets: Sequence[ProcessSet], what: str, *, distinct: bool = False) -> None:
         """Register sets, or make them aliases of registered sets with the same ranks: all of them, or none.
@@ -184,7 +184,7 @@ class Registry:
         for members, process_set in unnumbered:
             known = self._find(members)
             if known is not None and known is not process_set:
-                self._stand_for(process_set, known)
+                self._make_alias(process_set, known)
 
     def remove(self, process_set: ProcessSet) -> bool:
         """Remove a set once its operations are done; return False if it is not registered or is the global set.
@@ -281,7 +281,7 @@ class Registry:
         assert known.process_set_id is not None
         return [known, *self._others.get(known.process_set_id, ())]
 
-    def _stand_for(self, process_set: ProcessSet, known: ProcessSet) -> None:
+    def _make_alias(self, process_set: ProcessSet, known: ProcessSet) -> None:
         assert known.process_set_id is not None
         process_set.ranks, process_set.process_set_id = known.ranks, known.process_set_id
         process_set._coordinator, process_set._first = known._coordinator, known

@@ -182,7 +182,7 @@ class GradientCall:
         with self._lock, self._gradients.statistics.exposing():
             if begins is not None:
                 self.begin(begins, eager=True)
-            cached = self._begun()
+            cached = self._reducer_in_use()
             for index, array in zip(members, arrays, strict=True):
                 if array.dtype.kind == "c":  # real and imaginary parts, also of a 0-dimensional array
                     array = array.reshape(-1).view(f"f{array.itemsize // 2}")
@@ -196,7 +196,7 @@ class GradientCall:
         sparse one is (indices, rows) of all ranks. A gradient that is None on this rank is included if another rank had
         it.
         """
-        cached, call, gradients = self._begun(), self._call, self._gradients
+        cached, call, gradients = self._reducer_in_use(), self._call, self._gradients
         reducer, values = cached.reducer, cached.values
         with gradients.statistics.exposing():
             for index, (numbers, those) in zip(call.sparse, rows, strict=True):
@@ -211,7 +211,7 @@ class GradientCall:
         values.forget_all()
         return results
 
-    def _begun(self) -> CallReducer:
+    def _reducer_in_use(self) -> CallReducer:
         assert self._cached is not None, "call begin first"
         return self._cached
 

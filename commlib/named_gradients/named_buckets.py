@@ -56,7 +56,7 @@ def overlap_pays_here(threads: int) -> bool:
 class ProcessSetRanks:
     """The `Ranks` of a process set, whose operations have names that begin with `name`. Construction is collective."""
 
-    stands_in = False
+    needs_all_ranks = False
     together = True
 
     def __init__(self, process_set: ProcessSet | None, name: str) -> None:

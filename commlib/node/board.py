@@ -80,8 +80,8 @@ class NodeBoard:
         self._status = [_as_array(base + status, 64).view(np.int64) for base in bases]
         self._texts = [_as_array(base + text, _TEXT_BYTES) for base in bases]
         words = _as_array(bases[0], lines).view(np.int64).reshape(self.size, -1)
-        self._arrived, self._given_up = words[:, kernels.ARRIVED // 8], words[:, kernels.GIVEN_UP // 8]
-        self._given_up[self.rank] = kernels.NEVER
+        self._arrived, self._abandoned = words[:, kernels.ARRIVED // 8], words[:, kernels.ABANDONED // 8]
+        self._abandoned[self.rank] = kernels.NEVER
         self._slots = np.array([base + slots for base in bases], np.int64)
         self._control = np.zeros(kernels.CONTROL_FIELDS, np.int64)
         self._control[kernels.RANK] = self.rank
@@ -100,14 +100,14 @@ class NodeBoard:
 
     def enter(self, on_wait: WaitHook) -> None:
         """Wait until all ranks have created their boards. Collective."""
-        self.meet(kernels.DONE, on_wait)
+        self.barrier(kernels.DONE, on_wait)
         # Processes in another PID namespace are invisible, so do not watch them.
         self._watched = [_process_alive(int(status[_PROCESS])) for status in self._status]
         self.processes[:] = [status[_PROCESS] for status in self._status]
         if self._peer_reads:
             probes = [status[_PROCESS : _SECRET + 1].tolist() for status in self._status]
             self._status[self.rank][_READS] = all(can_read(*probe) for probe in probes)
-            self.meet(kernels.DONE, on_wait)
+            self.barrier(kernels.DONE, on_wait)
             self.reads_peers = all(status[_READS] for status in self._status)
 
     @property
@@ -155,7 +155,7 @@ class NodeBoard:
             calls[:, _PATIENCE] = patience
         return status
 
-    def meet(self, signature: int, on_wait: WaitHook) -> bool:
+    def barrier(self, signature: int, on_wait: WaitHook) -> bool:
         """Wait for all ranks; return whether all gave the same signature. Collective."""
         self._sync_call[0, kernels.SIGNATURE] = signature
         status = self._barrier(self._sync_address)
@@ -166,9 +166,9 @@ class NodeBoard:
     def exchange_texts(self, text: str, on_wait: WaitHook) -> list[str]:
         """Return every rank's text (cut at 1 kB). Collective, at the same epoch."""
         self._write_text(text)
-        self.meet(kernels.DONE, on_wait)
+        self.barrier(kernels.DONE, on_wait)
         texts = [self._read_text(rank) for rank in range(self.size)]
-        self.meet(kernels.DONE, on_wait)
+        self.barrier(kernels.DONE, on_wait)
         return texts
 
     def _write_text(self, text: str) -> None:
@@ -194,7 +194,7 @@ class NodeBoard:
         """
         epoch = int(self._control[kernels.EPOCH])
         counted = epoch + bool(self._arrived.min() >= epoch)
-        self._given_up[self.rank] = min(int(self._given_up[self.rank]), counted)
+        self._abandoned[self.rank] = min(int(self._abandoned[self.rank]), counted)
         self._control[kernels.FAILED] = 1
 
     def leave(self, reason: str = LEFT) -> None:
@@ -217,5 +217,5 @@ class NodeBoard:
     def close(self) -> None:
         """Release the memory. Collective."""
         self._status, self._texts = [], []
-        self._arrived = self._given_up = np.zeros(0, np.int64)
+        self._arrived = self._abandoned = np.zeros(0, np.int64)
         self._memory.close()

@@ -34,7 +34,7 @@ _AHEAD = 1 << 30  # added to a number, it releases every wait of a stream
 _NUMBERS = 1 << 32
 
 # Seconds for the first barrier: all ranks have arrived, so a stream that misses this deadline never arrives.
-FIRST_MEETING = 10.0
+FIRST_BARRIER_TIMEOUT = 10.0
 
 _ALIGNED = 512  # bytes between parts of a slot
 
@@ -59,7 +59,7 @@ class DeviceBoard:
         self._share = share
         self.by_host = False
         """Whether the slots are in host memory, because the devices cannot address each other's memory."""
-        self.kept: dict[Any, Any] = {}
+        self.cached: dict[Any, Any] = {}
         """Objects that collectives cache with the board, by key."""
         self._side_stream = device.stream()
         self._number = 0
@@ -95,18 +95,18 @@ class DeviceBoard:
             refusal = f"rank {board.members[board.rank]}: {error}"
         _agree(gather, refusal)
         assert result is not None
-        deadline = time.monotonic() + FIRST_MEETING
+        deadline = time.monotonic() + FIRST_BARRIER_TIMEOUT
 
         def look() -> None:
             on_wait()
             if time.monotonic() > deadline:
                 raise StallError("")
 
-        result.meet()
+        result.barrier()
         try:
             wait_for(device.current().record(), look)
         except StallError:
-            refusal = f"rank {result.rank}: its stream did not reach the others' within {FIRST_MEETING} s"
+            refusal = f"rank {result.rank}: its stream did not reach the others' within {FIRST_BARRIER_TIMEOUT} s"
             result.release()
         _agree(gather, refusal)
         result.by_host = not (all(gather(ipc)) and result._can_address_peers(gather))
@@ -122,12 +122,12 @@ class DeviceBoard:
             return False
         return True
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Queue a barrier of all ranks' current streams: later work on each follows earlier work on all of them."""
         self._number = (self._number + 1) % _NUMBERS  # it wraps like 32 bits
-        self._signals.meet(self._number)
+        self._signals.queue(self._number)
 
-    def beside(self, run: Callable[[], Value]) -> tuple[Value, DeviceEvent]:
+    def run_on_side_stream(self, run: Callable[[], Value]) -> tuple[Value, DeviceEvent]:
         """Call `run` with a side stream as current stream, ordered after the work queued so far on this one.
 
         Returns its value, and an event after its work.
@@ -138,7 +138,7 @@ class DeviceBoard:
 
     def is_same(self, number: int, on_wait: WaitHook) -> bool:
         """Return whether all ranks have given the same number, by a barrier of the hosts. Collective."""
-        return self._board.meet(number, on_wait)
+        return self._board.barrier(number, on_wait)
 
     def find(self, array: DeviceArray) -> tuple[int, list[int]]:
         """Return (symmetric place, addresses of all ranks' arrays) of an array in symmetric memory, else (0, [])."""

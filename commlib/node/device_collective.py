@@ -47,9 +47,9 @@ def exchange(
                 if what.in_target:
                     _copy_own(board, what, x, target)
                 parts = [base + offset for base, offset in zip(bases, what.offsets, strict=True)]
-                board.meet()
+                board.barrier()
                 queue((place, target.address), partial(_take, board, parts, what.takes, 0, what.longest, op, target))
-                board.meet()
+                board.barrier()
                 return
         if what.longest:
             open_slots()
@@ -143,10 +143,10 @@ def _reduce_shares(
         parts = [board.at(address + start * op.item_bytes, mine, dtype) for address in arrays]
         board.device.kernels.reduce_to(op.dtype, op.operation, op.divisor, parts, parts)
 
-    board.meet()
+    board.barrier()
     if mine:
         queue((count, *arrays), combine)
-    board.meet()
+    board.barrier()
 
 
 def _exchange_in_slots(
@@ -188,14 +188,14 @@ def _exchange_in_slots(
 
     pending = give_next(0)
     for start in range(0, what.longest, piece):
-        board.meet()
+        board.barrier()
         following, current = start + piece, pending
         if following >= what.longest:
             take(start, *current)
         elif board.by_host:
             # The host's bus is full duplex. The two slots alternate, and if the target is also the source, the next
             # chunk to read is behind the chunk to write.
-            pending, event = board.beside(partial(give_next, following))
+            pending, event = board.run_on_side_stream(partial(give_next, following))
             take(start, *current)
             board.device.current().wait(event)
         else:

@@ -127,7 +127,9 @@ class UnevenExchange(CompiledCall):
         board, begin = self._context.board, uneven_exchange.SPLITS
         splits, takes = parts[begin : begin + board.size].tolist(), parts[begin + board.size :].tolist()
         if status == uneven_exchange.UNEQUAL:
-            received, expected = self._peers[:, [uneven_exchange.CAME, uneven_exchange.EXPECTS]].T.tolist()
+            received, expected = self._peers[
+                :, [uneven_exchange.RECEIVED_ROWS, uneven_exchange.EXPECTED_ROWS]
+            ].T.tolist()
             return make_counts_error(self._group, board.rank, received, takes, splits, expected)
         if status == uneven_exchange.UNFIT:
             return make_length_error(self._group, board.rank, takes, int(parts[uneven_exchange.OUT_ROWS]))

@@ -33,7 +33,7 @@ class LastCalls:
                 latest = self._latest.setdefault(kind, deque(maxlen=_STORED))
             latest.append(record)
 
-    def tell(self, group: str, *, named: bool = False) -> str:
+    def describe(self, group: str, *, named: bool = False) -> str:
         """Return the last operations of a group as a suffix for a message; "" if there are none.
 
         They are ordered by their latest event, oldest first.

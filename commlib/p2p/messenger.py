@@ -139,7 +139,7 @@ class Messenger:
         def look() -> None:
             on_wait()
             for lane in lanes:
-                lane.ask()
+                lane.repeat_request()
 
         poll(done, look)
 

@@ -51,7 +51,7 @@ class Rendezvous:
     """All control messages of one rank in one group. Only `close` blocks, briefly.
 
     Only the poller's thread receives, because an exception of a signal handler could lose a message or its posted
-    receive. Other threads request this (`expect`, `ask`) and read the received messages.
+    receive. Other threads request this (`expect`, `poll`) and read the received messages.
 
     key: unique for each group. With MPICH, messages left over from a closed group can arrive in a later group, which
     must ignore them.
@@ -89,7 +89,7 @@ class Rendezvous:
             self._expected[address, kind] = None
             self._watch(restart=True)
 
-    def ask(self, peer: int) -> None:
+    def poll(self, peer: int) -> None:
         """Poll once, soon, for messages from a peer."""
         self._requested_peers[peer] = None
         self._watch()

@@ -126,7 +126,7 @@ class Receiver:
         self._channel, self._tensors, self._codec = channel, tensors, codec
         self._known: dict[int, MessageLayout] = {}
         self._views: dict[int, tuple[MessageLayout, _Views]] = {}
-        self._copies, self._is_kept = True, False
+        self._copies, self._is_used = True, False
         self.copied = 0
         """The number of messages copied in this run."""
 
@@ -136,7 +136,7 @@ class Receiver:
 
     def end(self) -> None:
         """End a run: if no values were kept in it, the next one need not copy."""
-        self._copies = self._is_kept
+        self._copies = self._is_used
 
     def recv(self) -> tuple[StageValues | None, _HeldMessage | None]:
         """Wait for the next values; return them, or None for an empty microbatch, and the argument for `release`."""
@@ -149,7 +149,7 @@ class Receiver:
         if text_bytes:
             self._known[number] = MessageLayout.read(message[-text_bytes:].tobytes())
         values = self._values(number, message)
-        if self._copies and self._is_kept:
+        if self._copies and self._is_used:
             return values, (message, (), True)
         memories = [self._tensors.memory(value) for value in values.tensors if value is not None]
         return values, (message, [memory for memory in memories if memory is not None], self._copies)
@@ -160,11 +160,11 @@ class Receiver:
             return
         message, memories, is_copied = received
         for memory in memories:
-            if self._tensors.is_kept(memory):
-                self._is_kept = True
+            if self._tensors.is_used(memory):
+                self._is_used = True
                 if not is_copied:
                     self._tensors.move(memory)
-        self._copies = self._copies or self._is_kept
+        self._copies = self._copies or self._is_used
         self._channel.release(message)
 
     def _values(self, number: int, message: Array) -> StageValues:

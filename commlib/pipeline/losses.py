@@ -70,7 +70,7 @@ class Weigher:
         elif not (weigh is None or weigh in ("rows", "sum") or callable(weigh)):
             raise UsageError(f'pipeline: weigh is {weigh!r}, expected a function, "rows", "sum" or None')
         self._weigh = weigh
-        self.says = weigh is not None
+        self.is_set = weigh is not None
         """Whether the user gave the option."""
         self._extra: tuple[str, ...] = ()
         self._named: tuple[str, ...] = ()

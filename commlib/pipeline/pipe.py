@@ -137,7 +137,7 @@ class Pipe:
             self._is_within = False
 
     @contextmanager
-    def telling(self, what: str) -> Iterator[None]:
+    def reporting_errors(self, what: str) -> Iterator[None]:
         """Run a loop of batches within this context: errors between batches are sent to the other ranks, too.
 
         what: a description of the loop. Not collective. An error that was already sent, or that all ranks raise, is
@@ -194,7 +194,7 @@ class Pipe:
                 )  # fmt: skip
             self._forward.run(empty)
 
-    def tell(
+    def broadcast_results(
         self, numbers: Sequence[float], *, rows: int = -1, added: Sequence[float] = (), fault: str = ""
     ) -> list[float]:
         """Return the last stage's numbers on all ranks; the numbers of other ranks are ignored. Collective.

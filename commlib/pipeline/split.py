@@ -20,7 +20,7 @@ def even_counts(sizes: Sequence[float], stages: int) -> tuple[int, ...]:
     return balance([size + least for size in sizes], stages)
 
 
-def counts_given(split: Sequence[Any], names: Sequence[str], stages: int) -> tuple[int, ...]:
+def read_split(split: Sequence[Any], names: Sequence[str], stages: int) -> tuple[int, ...]:
     """Return the number of layers in each stage, from numbers or from the names of the first layers of later stages.
 
     Raises UsageError unless they are numbers whose sum is the number of layers, or names of layers in order.

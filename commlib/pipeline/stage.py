@@ -86,10 +86,10 @@ class Tensors(Protocol):
         ...
 
     def memory(self, value: Any) -> Any:
-        """Return the memory of a tensor that `tensor` made, for `is_kept` and `move`; None if it is separate."""
+        """Return the memory of a tensor that `tensor` made, for `is_used` and `move`; None if it is separate."""
         ...
 
-    def is_kept(self, memory: Any) -> bool:
+    def is_used(self, memory: Any) -> bool:
         """Return whether a tensor still uses this memory, or part of it."""
         ...
 

@@ -25,7 +25,7 @@ _OF_USERS = tuple(f"OMPI_MCA_{part}" for part in _PARTS)
 class ProbeOutput:
     """The values that a probe process reported; its exit code, None if it timed out and was killed; its last line."""
 
-    told: tuple[Any, ...]
+    values: tuple[Any, ...]
     code: int | None = None
     last: str = ""
 

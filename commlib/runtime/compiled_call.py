@@ -84,7 +84,7 @@ class CompiledCall:
                     if not progress.pending:
                         self._note(self.text)
                         ended = self.begin(x, target)
-                        work = Work.ended(self.text, value) if ended else progress.begun(self.text, run)
+                        work = Work.ended(self.text, value) if ended else progress.add_started(self.text, run)
                         self._release()
                         return work
                     if progress.pending == RECORDED:
@@ -147,7 +147,7 @@ class CompiledCall:
         journal = self._progress.journal
         record, begin = journal.open(self.text, x), partial(self.begin, x, target)
         ended = begin() if record is None else journal.begin(record, begin)
-        return Work.ended(self.text, value) if ended else self._progress.begun(self.text, run, record)
+        return Work.ended(self.text, value) if ended else self._progress.add_started(self.text, run, record)
 
 
 class Plan:

@@ -69,7 +69,7 @@ class Progress:
         self.journal = Journal() if journal is None else journal
         self.flight = new_flight_recorder()  # flight recorder: the texts of the calls that have started
         self._queue: deque[_QueuedOperation] = deque()
-        self._begun: _QueuedOperation | None = None
+        self._started: _QueuedOperation | None = None
         self._failures = Failures()
         # Acquired directly, not by `with` on the condition: an exception of a signal handler could leave that locked.
         # Reentrant, so it has an owner: a signal handler's call that would wait for its own thread is refused.
@@ -168,7 +168,7 @@ class Progress:
             with self._lock:
                 if self._closed:
                     raise ShutdownError(f"{description}: commlib has been shut down")
-                self._queue_begun()
+                self._queue_started()
                 self.pending += 1
                 work.record = self.journal.queue(description, x)
                 self._queue.append(_QueuedOperation(work, run, work.record))
@@ -187,41 +187,41 @@ class Progress:
         self._failures.note(work)
         return work
 
-    def begun(self, description: str, finish: Run, record: Record | None = None) -> Work:
+    def add_started(self, description: str, finish: Run, record: Record | None = None) -> Work:
         """Return the work of an operation that was started in its caller's thread; `finish` does the rest."""
         work = StartedOperations(description, self)
         work.record = record
         with self._lock:
-            self._begun = _QueuedOperation(work, finish, record)
+            self._started = _QueuedOperation(work, finish, record)
             self.pending += 1
         return work
 
     def hand_over(self) -> None:
         """Let the progress thread finish the started operation."""
         with self._lock:
-            if self._begun is not None:
-                self._queue_begun()
+            if self._started is not None:
+                self._queue_started()
                 self._start_thread()
                 self._changed.notify_all()
 
     def unfinished(self) -> tuple[str, list[str]]:
         """Return the texts of the started operation, or "", and of the queued ones; for observers, without the lock."""
-        begun = self._begun
+        begun = self._started
         return "" if begun is None else begun.work.description, [job.work.description for job in list(self._queue)]
 
-    def _queue_begun(self) -> None:
-        if self._begun is not None:  # then the queue is empty
-            self._queue.append(self._begun)
-            self._begun = None
+    def _queue_started(self) -> None:
+        if self._started is not None:  # then the queue is empty
+            self._queue.append(self._started)
+            self._started = None
 
     def finish_started(self, work: Work) -> None:
         """Finish `work` in this thread, unless another thread already does."""
         try:
             with self._lock:
-                job = self._begun
+                job = self._started
                 if job is None or job.work is not work:
                     return
-                self._begun = None
+                self._started = None
             self._run_one(job)
         except BaseException as error:
             self._interrupted(work.description, error)
@@ -292,7 +292,7 @@ class Progress:
 
     def _is_idle(self) -> bool:
         if self._may_miscount:
-            return not self._queue and not self.current and self._begun is None
+            return not self._queue and not self.current and self._started is None
         return not self.pending & _COUNT and not self.busy
 
     def unseen_failure(self) -> str:
@@ -304,7 +304,7 @@ class Progress:
         with self._lock:
             self._closed = True
             self.pending += 1  # forever: no operation may run in its caller's thread either
-            self._queue_begun()
+            self._queue_started()
             dropped = list(self._queue)
             self._queue.clear()
             self.pending -= len(dropped)
@@ -320,7 +320,7 @@ class Progress:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._queue.clear()
-        self._begun = self.thread = None
+        self._started = self.thread = None
         self.pending += 1  # forever: every call reaches `start`, which refuses it
 
     def join(self, timeout: float) -> None:

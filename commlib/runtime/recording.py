@@ -142,7 +142,7 @@ class Recording:
             return ""
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s: recorded on this rank:\n%s", group, "\n".join(map(str, self.recorder.events())))
-        return self._last_words.tell(group, named=named)
+        return self._last_words.describe(group, named=named)
 
     def close(self) -> None:
         """Stop recording, and finish the trace."""

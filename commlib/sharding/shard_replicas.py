@@ -58,7 +58,7 @@ def find_shard_replicas(
 
 def mesh_of(shards: Iterable[tuple[str, Shard | None]], size: int) -> Mesh | None:
     """Return the mesh of the sharded weights, if there is exactly one, and it has all ranks of the world."""
-    meshes = {id(mesh): mesh for comm in _axes_of(shards) for mesh in [comm.kept.get("mesh")]}
+    meshes = {id(mesh): mesh for comm in _axes_of(shards) for mesh in [comm.cached.get("mesh")]}
     if len(meshes) != 1:
         return None
     (mesh,) = meshes.values()
@@ -93,7 +93,7 @@ def _axes_of(shards: Iterable[tuple[str, Shard | None]]) -> list[Communicator]:
 
 def _alone(mesh: Mesh) -> Communicator:
     """Return a group of this rank only. Collective over the mesh at the first call."""
-    if _ALONE not in mesh.kept:
-        (mesh.kept[_ALONE],) = mesh.comm.split_all([(mesh.comm.rank, 0, f"{mesh.comm.name}.alone")])
-    comm: Communicator = mesh.kept[_ALONE]
+    if _ALONE not in mesh.cached:
+        (mesh.cached[_ALONE],) = mesh.comm.split_all([(mesh.comm.rank, 0, f"{mesh.comm.name}.alone")])
+    comm: Communicator = mesh.cached[_ALONE]
     return comm

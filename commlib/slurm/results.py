@@ -32,7 +32,7 @@ def facts(folder: Path, job: str, tasks: Sequence[JobTask]) -> dict[str, Any]:
     }
 
 
-def keep(folder: Path, results: dict[str, Any]) -> None:
+def save(folder: Path, results: dict[str, Any]) -> None:
     """Write the result of `facts` to JOB.json in the folder. Raises OSError on failure."""
     (folder / f"{results['job']}.json").write_text(json.dumps(results, indent=1) + "\n")
 

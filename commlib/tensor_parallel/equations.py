@@ -45,11 +45,11 @@ def dimwise(shape: Shape, dims: Collection[int]) -> Equation:
     return Equation((every,), every, frozenset(dim % len(shape) for dim in dims))
 
 
-def reduction(shape: Shape, dims: Collection[int], *, kept: bool = False) -> Equation:
-    """Return the equation of sums, means and extremes over some dimensions. kept: with length 1."""
+def reduction(shape: Shape, dims: Collection[int], *, keeps_dims: bool = False) -> Equation:
+    """Return the equation of sums, means and extremes over some dimensions. keeps_dims: with length 1."""
     reduced = {dim % len(shape) for dim in dims}
     every = tuple(range(len(shape)))
-    output = tuple(NEW if dim in reduced else dim for dim in every if kept or dim not in reduced)
+    output = tuple(NEW if dim in reduced else dim for dim in every if keeps_dims or dim not in reduced)
     return Equation((every,), output)
 
 

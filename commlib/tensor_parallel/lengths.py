@@ -46,10 +46,10 @@ class Length(int):
     @classmethod
     def of(cls, value: int, source: Source, used: NumberUses) -> Length:
         """Return the number of one source."""
-        return cls.made(value, frozenset([source]), lambda known: known.get(source, int(value)), used)
+        return cls.make(value, frozenset([source]), lambda known: known.get(source, int(value)), used)
 
     @classmethod
-    def made(cls, value: int, sources: frozenset[Source], formula: Callable[[Known], int], used: NumberUses) -> Length:
+    def make(cls, value: int, sources: frozenset[Source], formula: Callable[[Known], int], used: NumberUses) -> Length:
         """Return a number with its formula."""
         length = cls(value)
         length.sources, length.formula, length.used = sources, formula, used
@@ -109,7 +109,7 @@ def _compute_length(compute: Callable[[int, int], int], left: Any, right: Any) -
         return NotImplemented
     sources = sources_of(left) | sources_of(right)
     value = compute(int(left), int(right))
-    return Length.made(
+    return Length.make(
         value, sources, lambda known: compute(length_at(left, known), length_at(right, known)), both[0].used
     )
 

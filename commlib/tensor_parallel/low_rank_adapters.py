@@ -50,7 +50,7 @@ def find_low_ranks(trace: ModelTrace) -> list[LowRank]:
             for one in reversed(products)
             if one.size == (inputs, outputs) and one.layer not in (first.layer, second.layer)
             if not before.isdisjoint(_origins(trace, one))
-            if (at := _meeting_step(trace, reach(trace, users, one)[1], after)) is not None
+            if (at := _combining_step(trace, reach(trace, users, one)[1], after)) is not None
         }
         if meetings:
             adapters[first.layer] = LowRank(first.layer, second.layer, meetings[min(meetings)], rank)
@@ -68,7 +68,7 @@ def _origins(trace: ModelTrace, step: TraceStep) -> set[int]:
     return values
 
 
-def _meeting_step(trace: ModelTrace, ones: set[int], others: set[int]) -> int | None:
+def _combining_step(trace: ModelTrace, ones: set[int], others: set[int]) -> int | None:
     """Return the index of the first step with inputs from both layers, if it is element-wise."""
     for at, step in enumerate(trace.steps):
         if step.kind != "equation" or ones.isdisjoint(step.inputs) or others.isdisjoint(step.inputs):

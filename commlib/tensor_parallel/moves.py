@@ -63,7 +63,7 @@ class Redistribute:
             return Redistribute(name, self.join, self.dim, self.joined, self.lengths)
         return replace(self, name=name)
 
-    def known(self, lengths: tuple[int, ...], joined: tuple[int, ...] = ()) -> Redistribute:
+    def with_lengths(self, lengths: tuple[int, ...], joined: tuple[int, ...] = ()) -> Redistribute:
         """Return the same move with the lengths of the shards."""
         return replace(self, lengths=lengths, joined=joined)
 

@@ -78,7 +78,7 @@ class ShardedRegion:
 
     def ends(self, step: TraceStep, rank: int) -> tuple[int, int]:
         """Return the bounds that a slice needs on a rank, in the form of the given ones: also from the end."""
-        (first, last), state = step.asked, self.states.get(step.inputs[0])
+        (first, last), state = step.requested, self.states.get(step.inputs[0])
         if state is None or not (state.fused and state.is_divided and state.dim == step.dim):
             return int(first), int(last)
         parts = [0, *accumulate(part for part, _ in state.fused)]
@@ -147,19 +147,18 @@ def _misfit(part: ShardedRegion, step: TraceStep, numbers: Mapping[str, PerRank]
     """Return why a step does not request the required shape on every rank; "" if it does."""
     for number, dim in _misfits(part, step, numbers):
         if step.kind == "split":
-            return f"{step.at} splits features into {list(step.asked)}: pass the number of pieces instead"
+            return f"{step.at} splits features into {list(step.requested)}: pass the number of pieces instead"
         if step.kind == "piece":
-            return (
-                f"{step.at} picks features {step.asked[0]}:{step.asked[1]}, but on a rank {number} is a different one"
-            )
-        shape = f"{step.at} requests the shape {list(step.asked)}"
+            first, last = step.requested
+            return f"{step.at} picks features {first}:{last}, but on a rank {number} is a different one"
+        shape = f"{step.at} requests the shape {list(step.requested)}"
         return f"{shape}, but a rank has less than {int(number)} in dimension {dim}: use -1"
     return ""
 
 
 def _misfits(part: ShardedRegion, step: TraceStep, numbers: Mapping[str, PerRank]) -> Iterator[tuple[int, int]]:
     """Yield the numbers that a step requests, and their dimensions, if they are wrong on a rank."""
-    for rank in range(part.size if step.asked and step.outputs else 0):
+    for rank in range(part.size if step.requested and step.outputs else 0):
         for dim, number, expected in _expected(part, step, rank):
             try:
                 own = length_at(number, _rank_values(part, number, numbers, rank))
@@ -170,22 +169,22 @@ def _misfits(part: ShardedRegion, step: TraceStep, numbers: Mapping[str, PerRank
 
 
 def _is_elsewhere(part: ShardedRegion, step: TraceStep, names: tuple[str, ...]) -> bool:
-    return bool(step.asked) and not _attributes(step).isdisjoint(names) and step not in part.trace.steps
+    return bool(step.requested) and not _attributes(step).isdisjoint(names) and step not in part.trace.steps
 
 
 def _expected(part: ShardedRegion, step: TraceStep, rank: int) -> Iterator[tuple[int, int, int]]:
     """Yield the dimension, the number that a step requests, and the number required on a rank."""
     if step.kind == "split":
         dim = step.dim % len(part.model.shapes[step.inputs[0]])
-        for number, value in zip(step.asked, step.outputs, strict=False):
+        for number, value in zip(step.requested, step.outputs, strict=False):
             if dim < len(part.model.shapes[value]) and part.model.shapes[value][dim] == number:
                 yield dim, number, part.own(value, dim, rank)
         return
     if step.kind == "piece":
-        yield from ((step.dim, number, own) for number, own in zip(step.asked, part.ends(step, rank), strict=True))
+        yield from ((step.dim, number, own) for number, own in zip(step.requested, part.ends(step, rank), strict=True))
         return
     shape = part.model.shapes[step.outputs[0]]
-    for dim, number in enumerate(step.asked if len(step.asked) == len(shape) else ()):
+    for dim, number in enumerate(step.requested if len(step.requested) == len(shape) else ()):
         if number != -1 and shape[dim] != UNKNOWN_LENGTH:
             yield dim, number, part.own(step.outputs[0], dim, rank)
 
@@ -203,7 +202,7 @@ def _rank_values(part: ShardedRegion, length: int, numbers: Mapping[str, PerRank
 
 def _attributes(step: TraceStep) -> set[str]:
     """Return the module attributes from which a step's numbers were computed."""
-    return {one for number in step.asked for one in _attributes_of(number)}
+    return {one for number in step.requested for one in _attributes_of(number)}
 
 
 def _attributes_of(length: int) -> set[str]:

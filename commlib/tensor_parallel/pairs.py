@@ -150,12 +150,12 @@ def _correct(part: ModelTrace, styles: Mapping[str, Style], firsts: list[str], e
         if error.rule == "needs" and state.parts == 1:  # picks from fused features that have a separate dimension
             length = part.shapes[step.inputs[0]][state.dim]
             return {state.by: Column(length) if length > 1 else Replicate(into_sharded=True)}  # the one head
-    if isinstance(first, Column) and error.rule in ("needs", "meet") and state.parts == 1 != first.parts:
+    if isinstance(first, Column) and error.rule in ("needs", "match") and state.parts == 1 != first.parts:
         parts = parts_of(state.by, first.parts, _call(part, state.by).size[1])
         one_head = Column(parts, tuple(int(length < max(parts)) for length in parts))
         if len(set(parts)) > 1 and one_head != first:  # of keys and values, for all queries
             return {state.by: one_head}
-    if error.rule == "meet":
+    if error.rule == "match":
         if of_heads := _head_styles(part, styles, step, state) or _argument_styles(part, styles, step, state):
             return of_heads
         widths = {name: _call(part, name).size[1] for name in firsts if isinstance(styles[name], Column)}
@@ -167,7 +167,7 @@ def _fused_lengths(part: ModelTrace, step: TraceStep, state: Placement) -> tuple
     """Return the lengths of fused features from which pieces are picked; () if the pieces are not all of them."""
     value, length = step.inputs[0], part.shapes[step.inputs[0]][step.dim]
     users = [part.steps[at] for at in part.users[value]]
-    picked = {slice(*one.asked).indices(length)[:2] for one in users if one.kind == "piece" and one.dim == step.dim}
+    picked = {slice(*one.requested).indices(length)[:2] for one in users if one.kind == "piece" and one.dim == step.dim}
     ends = sorted(picked)
     if [0, *(last for _, last in ends)] != [*(first for first, _ in ends), length] or len(ends) < 2:
         return ()
@@ -182,12 +182,12 @@ def _head_styles(part: ModelTrace, styles: Mapping[str, Style], step: TraceStep,
     result: dict[str, Style] = {}
     for value in step.inputs:
         for one in trace_back(part, value, past_layers=True) or ():
-            if one.kind == "equation" and one.asked:  # one head of keys, repeated for all queries
+            if one.kind == "equation" and one.requested:  # one head of keys, repeated for all queries
                 result |= {name: PerRank() for name in _expanding(part, one) if name not in styles}
         for one in trace_back(part, value) or ():
             if one.kind == "table" and one.layer not in styles and one.size[1] in lengths:
                 result[one.layer] = Column()
-            for length in one.asked if one.kind == "constant" else ():
+            for length in one.requested if one.kind == "constant" else ():
                 for source in sources_of(length):
                     if int(length) in lengths and isinstance(source[0], str) and attribute(source) not in styles:
                         result[attribute(source)] = PerRank()
@@ -215,7 +215,7 @@ def _repeats(part: ModelTrace, states: States, names: set[str]) -> set[str]:
     """Return the numbers of modules that set how often some layers' outputs are repeated for their heads."""
     result = set[str]()
     for step in part.steps:
-        if step.kind == "equation" and step.asked and states[step.inputs[0]].by in names:
+        if step.kind == "equation" and step.requested and states[step.inputs[0]].by in names:
             result |= _expanding(part, step)
     return result
 
@@ -226,7 +226,7 @@ def _expanding(part: ModelTrace, step: TraceStep) -> set[str]:
     shape = (1,) * (len(expanded) - len(shape)) + tuple(shape)
     return {
         attribute(source)
-        for length, was, now in zip(step.asked, shape, expanded, strict=False)
+        for length, was, now in zip(step.requested, shape, expanded, strict=False)
         for source in sources_of(length)
         if was != now and isinstance(source[0], str)
     }
@@ -272,8 +272,8 @@ def _steps_between(trace: ModelTrace, undivided: States, names: set[str]) -> Mod
                 earlier += more
                 known.update(produced for step in more for produced in step.outputs)
     produced = {value for step in steps for value in step.outputs}
-    saved = tuple(value for value in trace.kept if value in produced)
-    return replace(trace, steps=(*sources, *earlier, *steps), outputs=(), tied=(), whole=True, kept=saved)
+    saved = tuple(value for value in trace.retained if value in produced)
+    return replace(trace, steps=(*sources, *earlier, *steps), outputs=(), tied=(), whole=True, retained=saved)
 
 
 def _call(part: ModelTrace, name: str) -> TraceStep:

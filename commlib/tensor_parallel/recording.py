@@ -40,7 +40,7 @@ class StepRecording:
         """Values computed from weights."""
         self.used = NumberUses(line)
         """Lengths that were used as numbers."""
-        self.made = set[int]()
+        self.produced = set[int]()
         """Values computed from other values."""
         self.detached = set[int]()
         """Values whose gradient reaches no weight."""
@@ -61,7 +61,7 @@ class StepRecording:
         self._outside_tensors.update(map(self._key, results if kind == "given" else ()))
         if (layer and kind != "slice") or not self.learned.isdisjoint(input_numbers):
             self.learned.update(output_numbers)
-        self.made.update(output_numbers if input_numbers else ())
+        self.produced.update(output_numbers if input_numbers else ())
         has_weights = kind in ("product", "table", "attention") or more.get("weights", False)
         if (
             self.detaches
@@ -71,7 +71,7 @@ class StepRecording:
             self.detached.update(output_numbers)
         self._steps.append(TraceStep(layer, kind, input_numbers, output_numbers, **more))
 
-    def knows(self, tensor: Any) -> bool:
+    def has_number(self, tensor: Any) -> bool:
         """Return whether a tensor has a number already."""
         return self._key(tensor) in self._numbers
 
@@ -79,7 +79,7 @@ class StepRecording:
         """Return whether a tensor existed before the run: its value changes only if it is written to."""
         return self._key(tensor) in self._outside_tensors
 
-    def stands_for(self, tensor: Any, number: int) -> None:
+    def add_alias(self, tensor: Any, number: int) -> None:
         """Identify another tensor with a value from now on. The caller must keep it alive as long as this."""
         self._numbers[self._key(tensor)] = number
 
@@ -88,9 +88,9 @@ class StepRecording:
         self.detached.add(self.number(tensor))
 
     def trace(
-        self, results: Sequence[Any], tied: Iterable[tuple[str, ...]], *, whole: bool, held: Iterable[int] = ()
+        self, results: Sequence[Any], tied: Iterable[tuple[str, ...]], *, whole: bool, retained: Iterable[int] = ()
     ) -> ModelTrace:
-        """Return the trace of a model that returned `results`. held: values that are kept after the call."""
+        """Return the trace of a model that returned `results`. retained: values that are kept after the call."""
         outputs = tuple(self.number(tensor) for tensor in results)
         shapes = {number: self._shape_of(tensor) for number, tensor in enumerate(self.tensors)}
         discrete = frozenset(number for number, tensor in enumerate(self.tensors) if self._is_discrete(tensor))
@@ -103,7 +103,7 @@ class StepRecording:
             discrete,
             used=dict(self.used),
             numbers=dict(self.numbers),
-            kept=tuple(sorted(self.made.intersection(held) - set(outputs))),
+            retained=tuple(sorted(self.produced.intersection(retained) - set(outputs))),
             detached=discrete | self.detached,
         )
 

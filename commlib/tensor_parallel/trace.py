@@ -40,10 +40,10 @@ class TraceStep:
     the dimension of an equation's features that each have their own weights. size: full size of a layer: (inputs,
     outputs) of a product, (words, features) of a table, (heads, heads) of attention, (groups, features) of a norm of
     groups. weights: an equation with weights, such as a norm. draws: whether it draws random numbers, such as dropout.
-    untold: open doubt about a layer that was tried on shards, as text. asked: the shape requested by a reshape, an
-    expansion or a constant, including -1, or the lengths of pieces, if given as numbers: `lengths` if these are known;
-    for a piece its start and stop, as in a slice. place: the line of the call, as file:line. The last step of a failed
-    call has no outputs.
+    open_doubt: open doubt about a layer that was tried on shards, as text. requested: the shape requested by a reshape,
+    an expansion or a constant, including -1, or the lengths of pieces, if given as numbers: `lengths` if these are
+    known; for a piece its start and stop, as in a slice. place: the line of the call, as file:line. The last step of a
+    failed call has no outputs.
     """
 
     layer: str
@@ -57,8 +57,8 @@ class TraceStep:
     size: tuple[int, int] = (0, 0)
     weights: bool = False
     draws: bool = False
-    untold: str = ""
-    asked: tuple[int, ...] = ()
+    open_doubt: str = ""
+    requested: tuple[int, ...] = ()
     place: str = ""
 
     @property
@@ -80,8 +80,8 @@ class ModelTrace:
     tied: layers that share a weight. whole: whether the model was unsharded, so shapes are full ones. discrete: values
     that are integers or booleans, and so have no gradient. learns: arguments whose gradients flow to their makers.
     used: sources of `lengths` whose value the model uses for other purposes than a shape, with the line that does so.
-    numbers: the attributes among them, by names such as "h.0.num_heads". kept: values that the model has made, does not
-    return, and that are still referenced after its call, for example by an attribute or a list. detached: values
+    numbers: the attributes among them, by names such as "h.0.num_heads". retained: values that the model has made, does
+    not return, and that are still referenced after its call, for example by an attribute or a list. detached: values
     without a gradient to weights, because the model has cut it off.
     """
 
@@ -94,7 +94,7 @@ class ModelTrace:
     learns: frozenset[int] = frozenset()
     used: Mapping[Source, str] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
-    kept: tuple[int, ...] = ()
+    retained: tuple[int, ...] = ()
     detached: frozenset[int] = frozenset()
 
     @cached_property
@@ -113,7 +113,16 @@ class ModelTrace:
         Lengths that the model itself passes are part of it, although they may vary with the batch.
         """
         steps = tuple(
-            (step.layer, step.kind, step.text, step.dim, step.dims, step.asked, _dimensions(step.equation), step.inputs)
+            (
+                step.layer,
+                step.kind,
+                step.text,
+                step.dim,
+                step.dims,
+                step.requested,
+                _dimensions(step.equation),
+                step.inputs,
+            )
             for step in self.steps
         )
         return steps, tuple(self.used), self.outputs

@@ -492,10 +492,10 @@ class ReturningVerbs(Generic[T]):
 
 
 def _count_inputs(
-    bridge: Bridge[T], comm: Communicator, verb: str, counts_given: Sequence[Any]
+    bridge: Bridge[T], comm: Communicator, verb: str, counts_of: Sequence[Any]
 ) -> tuple[Callable[[Sequence[Any]], list[Any]], list[T]]:
     """Return a function from the arrays of the counts that are tensors to all counts, and these tensors."""
-    count_tensors = [counts for counts in counts_given if isinstance(counts, bridge.tensor)]
+    count_tensors = [counts for counts in counts_of if isinstance(counts, bridge.tensor)]
 
     def numbers(counts: Any) -> list[int]:
         if type(counts) is DeviceArray:
@@ -504,6 +504,6 @@ def _count_inputs(
 
     def rows(arrays: Sequence[Any]) -> list[Any]:
         values = iter(arrays)
-        return [numbers(next(values)) if isinstance(counts, bridge.tensor) else counts for counts in counts_given]
+        return [numbers(next(values)) if isinstance(counts, bridge.tensor) else counts for counts in counts_of]
 
     return rows, count_tensors

@@ -48,18 +48,18 @@ class CriticalPaths:
         segments: list[PathSegment] = []
         now = end
         while now > start and len(segments) < _MOST:
-            stand = self._last_idle(rank, now)
-            if stand is None or stand.ended <= start:
+            idle = self._last_idle(rank, now)
+            if idle is None or idle.ended <= start:
                 segments.append(PathSegment(rank, COMPUTE, start, now))
                 break
-            if stand.ended < now:
-                segments.append(PathSegment(rank, COMPUTE, stand.ended, now))
-                now = stand.ended
+            if idle.ended < now:
+                segments.append(PathSegment(rank, COMPUTE, idle.ended, now))
+                now = idle.ended
             before = rank, now
-            rank, now = self._walk_back(rank, now, stand, start, segments)
+            rank, now = self._walk_back(rank, now, idle, start, segments)
             if (rank, now) == before:  # clocks differ slightly: the awaited operation began no earlier
-                now = max(stand.began, start)
-                segments.append(PathSegment(rank, stand.what, now, before[1]))
+                now = max(idle.began, start)
+                segments.append(PathSegment(rank, idle.what, now, before[1]))
         return [one for one in reversed(segments) if one.ended > one.began]
 
     def _last_idle(self, rank: int, now: int) -> IdleTime | None:
@@ -72,10 +72,10 @@ class CriticalPaths:
         return times[at - 1] if at else None
 
     def _walk_back(
-        self, rank: int, now: int, stand: IdleTime, start: int, segments: list[PathSegment]
+        self, rank: int, now: int, idle: IdleTime, start: int, segments: list[PathSegment]
     ) -> tuple[int, int]:
         """Walk back through the awaited operations; return the rank and time at which the path continues."""
-        meeting, what = self._matched.get(stand.key), stand.what
+        meeting, what = self._matched.get(idle.key), idle.what
         while meeting is not None and rank in meeting.parts and len(segments) < _MOST:
             last = meeting.last(rank)
             part = meeting.parts[last]
@@ -90,7 +90,7 @@ class CriticalPaths:
                     now = launched
                 return rank, now
             meeting, what = earlier, earlier.what
-        began = max(stand.began, start)
+        began = max(idle.began, start)
         if began < now:
             segments.append(PathSegment(rank, what, began, now))
         return rank, min(now, began)

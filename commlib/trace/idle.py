@@ -37,7 +37,7 @@ def find_idle_times(story: RankActivity) -> list[IdleTime]:
             counts[text] = counts.get(text, 0) + 1
             result.append(IdleTime(span.began, span.ended, (text, counts[text]), "message of a pipeline"))
     outer: list[IdleTime] = []
-    for one in sorted(result, key=lambda stand: (stand.began, -stand.ended)):
+    for one in sorted(result, key=lambda one_time: (one_time.began, -one_time.ended)):
         if not outer or one.began >= outer[-1].ended:
             outer.append(one)
     return outer

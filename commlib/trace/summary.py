@@ -24,7 +24,7 @@ class RankFigures:
 
     span: from its first to its last event. communication: with operations running, or messages in flight. exposed: the
     part of it with an idle thread; hidden: the rest. lost: idle because another rank had not arrived. moving: the rest
-    of `exposed`. came_last: how often another rank lost time to this one; kept_waiting: how much time all others lost
+    of `exposed`. late_count: how often another rank lost time to this one; caused_wait: how much time all others lost
     to it. codec, packing: encoding and decoding; packing for fusion.
     """
 
@@ -36,8 +36,8 @@ class RankFigures:
     lost: float
     moving: float
     lost_for: dict[int, float]
-    came_last: int
-    kept_waiting: float
+    late_count: int
+    caused_wait: float
     codec: float
     packing: float
 
@@ -170,8 +170,8 @@ def _rank(story: RankActivity, standing: Sequence[IdleTime], lost_for: LostTimes
         lost=in_vain,
         moving=exposed - in_vain,
         lost_for={last: _seconds(lost) for last, lost in sorted(pieces.items())},
-        came_last=sum(often.get(story.rank, 0) for _, often in others),
-        kept_waiting=sum(_seconds(lost.get(story.rank, [])) for lost, _ in others),
+        late_count=sum(often.get(story.rank, 0) for _, often in others),
+        caused_wait=sum(_seconds(lost.get(story.rank, [])) for lost, _ in others),
         codec=_seconds(union((span.began, span.ended) for span in story.of("codec"))),
         packing=_seconds(union((span.began, span.ended) for span in story.of("pack"))),
     )
@@ -237,8 +237,8 @@ def _figures(part: _Analysis) -> dict[str, float | int | str]:
     span = sum(rank.span for rank in ranks) or 1.0
     inside = sum(rank.communication for rank in ranks) or 1.0
     all_lost = sum(rank.lost for rank in ranks)
-    worst = max(ranks, key=lambda rank: rank.kept_waiting)
-    total_wait = sum(rank.kept_waiting for rank in ranks) or 1.0
+    worst = max(ranks, key=lambda rank: rank.caused_wait)
+    total_wait = sum(rank.caused_wait for rank in ranks) or 1.0
     named = [one for one in operations if "by name" in one.key[0]]
     others = [one for one in operations if "by name" not in one.key[0]]
     stage_waits = [s for story in stories for s in story.of("pipeline") if str(s.facts.get("kind")).startswith("RECV")]
@@ -248,7 +248,7 @@ def _figures(part: _Analysis) -> dict[str, float | int | str]:
     figures: dict[str, float | int | str] = {
         "lost_share": all_lost / span,
         "worst": worst.rank,
-        "worst_share": worst.kept_waiting / total_wait,
+        "worst_share": worst.caused_wait / total_wait,
         "moving_share": sum(rank.moving for rank in ranks) / span,
         "exposed_share": sum(rank.exposed for rank in ranks) / span,
         "small_share": small_moving / (_moving(matched) or 1),

@@ -204,8 +204,8 @@ class Transport(Protocol):
         """
         ...
 
-    def close(self, *, met: bool = True) -> None:
-        """Release the group. Collective. met: all ranks participate, so they first receive unmatched messages."""
+    def close(self, *, synchronized: bool = True) -> None:
+        """Release the group. Collective. synchronized: all ranks take part, and first receive unmatched messages."""
         ...
 
     @property

@@ -20,20 +20,20 @@ _OFF = ("", "0", "no", "off", "false", "disable")
 class Answer:
     """A library's claim, None if it cannot be queried, and a text with the source of the claim."""
 
-    says: bool | None
+    is_supported: bool | None
     how: str
 
 
-def ask_loaded(MPI: Any) -> Answer:
+def query_loaded(MPI: Any) -> Answer:
     """Query the library that mpi4py's module `MPI` has loaded. MPI must be started."""
     try:
         library = ctypes.CDLL(MPI.__file__)  # finds the symbols of its MPI library too, whatever its file name
     except OSError as error:
         return Answer(None, f"mpi4py's module cannot be opened: {error}")
-    return ask(library, MPI.Get_library_version())
+    return query(library, MPI.Get_library_version())
 
 
-def ask(
+def query(
     library: Any,
     version: str,
     environment: Mapping[str, str] = os.environ,
@@ -46,7 +46,7 @@ def ask(
     """
     answer = _by_settings(version, environment, mapped) or _by_functions(library)
     name = " ".join(version.split("\n")[0].split(",")[0].split())
-    return Answer(answer.says, f"{name}: {answer.how}")
+    return Answer(answer.is_supported, f"{name}: {answer.how}")
 
 
 def _by_settings(version: str, environment: Mapping[str, str], mapped: Callable[[], str]) -> Answer | None:

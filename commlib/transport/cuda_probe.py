@@ -16,7 +16,7 @@ from typing import Any
 
 from commlib.launch.mpi_start import load_mpi
 from commlib.process.probe_process import ProbeOutput, report, run_probe
-from commlib.transport.cuda_aware import ask_loaded
+from commlib.transport.cuda_aware import query_loaded
 
 SIZES = (64, 64 << 10, 4 << 20)  # bytes
 SECONDS = 60.0
@@ -41,7 +41,7 @@ def probe(
         )
     except OSError as error:
         return ProbeResult("", f"the probe process could not be started: {error}")
-    reports = answer.told
+    reports = answer.values
     return ProbeResult(reports[0] if reports else "", reports[1] if len(reports) > 1 else _ending(answer, seconds))
 
 
@@ -59,7 +59,7 @@ def main() -> None:
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump: a crash is an expected result
     MPI = load_mpi()
-    report(_MARK, ask_loaded(MPI).how)
+    report(_MARK, query_loaded(MPI).how)
     report(_MARK, send_to_itself(MPI, importlib.import_module("cupy")))
     os._exit(0)
 

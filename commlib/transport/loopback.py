@@ -85,7 +85,7 @@ class Network:
             self.changed.notify_all()
         return message
 
-    def meet(self, key: tuple[Any, ...], rank: int, size: int, value: Any) -> list[Any]:
+    def exchange(self, key: tuple[Any, ...], rank: int, size: int, value: Any) -> list[Any]:
         """Exchange one value among all ranks of a group."""
         with self.changed:
             values = self._meetings.setdefault(key, {})
@@ -240,7 +240,7 @@ class LoopbackTransport:
         meeting = what, self._world
         self._meetings[meeting] += 1
         key = self._context, *meeting, self._meetings[meeting]
-        return self._network.meet(key, self.rank, self.size, value)
+        return self._network.exchange(key, self.rank, self.size, value)
 
     def split(self, color: int, key: int) -> LoopbackTransport | None:
         wishes = self._gather_values("split", (color, key, self.rank, self._network.new_context()))
@@ -263,7 +263,7 @@ class LoopbackTransport:
         parts = self._gather_values("share", (own, base))
         return LoopbackSharedMemory([part for part, _ in parts], [base for _, base in parts], nbytes)
 
-    def close(self, *, met: bool = True) -> None:
+    def close(self, *, synchronized: bool = True) -> None:
         pass
 
 

@@ -251,11 +251,11 @@ class MpiTransport:
     def share(self, nbytes: int, gather: Gather) -> SharedMemory:
         return segment.share(self.rank, nbytes, gather)
 
-    def close(self, *, met: bool = True) -> None:
+    def close(self, *, synchronized: bool = True) -> None:
         if self._ranks:
             return
         for comm in (*self._separate_comms.values(), self._comm):
-            if met:
+            if synchronized:
                 _empty(comm)
             comm.Free()
 

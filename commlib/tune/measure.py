@@ -127,7 +127,7 @@ def _find_accepted(comm: Communicator, place: Scope, verb: str, names: Sequence[
 
 
 def _measure_machine(comm: Communicator, cluster: Cluster, watch: Stopwatch, progress: Progress) -> FittedMachine:
-    share = max(0.0, watch.left) * LINKS_SHARE / 3
+    share = max(0.0, watch.remaining) * LINKS_SHARE / 3
     progress(watch.done, "combining")
     gamma = measure_gamma(watch, share)
 
@@ -144,9 +144,9 @@ def _run(contests: list[_Contest], sizes: Sequence[int], watch: Stopwatch) -> It
     """Measure all contests, size by size, and yield each measurement before it starts."""
     for index, nbytes in enumerate(sizes):
         taking_part = [contest for contest in contests if contest.place.smallest <= nbytes <= contest.place.largest]
-        share = watch.left / (len(sizes) - index) / sum(len(contest.names) for contest in taking_part)
+        share = watch.remaining / (len(sizes) - index) / sum(len(contest.names) for contest in taking_part)
         for contest in taking_part:
-            if not index or watch.left > contest.forecast:
+            if not index or watch.remaining > contest.forecast:
                 yield from _compete(contest, nbytes, watch, share, must=not index)
             else:
                 contest.forecast = inf  # skip larger sizes, too
@@ -158,7 +158,7 @@ def _compete(
     """Measure all algorithms of a contest or none: an incomplete contest could have a wrong winner."""
     times = []
     for name in contest.names:
-        if not must and watch.left <= 0:
+        if not must and watch.remaining <= 0:
             contest.forecast = inf
             return
         yield nbytes, contest, name

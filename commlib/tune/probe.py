@@ -31,9 +31,9 @@ def measure_link(comm: Communicator, pair: tuple[int, int], watch: Stopwatch, sh
     """
     group = comm.split(0 if comm.rank in pair else -1, comm.rank)
     samples: list[tuple[float, float]] = []
-    end = watch.left - share
+    end = watch.remaining - share
     for nbytes in MESSAGES:
-        if len(samples) >= FEWEST_SIZES and watch.left <= end:
+        if len(samples) >= FEWEST_SIZES and watch.remaining <= end:
             break
         rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, ROUNDS_BYTES // nbytes))
         call = None if group is None else _exchange(group, nbytes, rounds)
@@ -54,9 +54,9 @@ def measure_gamma(watch: Stopwatch, share: float) -> float:
     """Return gamma for float32 sums while all ranks combine at once and share the memory bandwidth. Collective."""
     reduce_op = ReduceFunction("float32", "sum")
     samples: list[tuple[float, float]] = []
-    end = watch.left - share
+    end = watch.remaining - share
     for nbytes in COMBINED:
-        if len(samples) >= FEWEST_SIZES and watch.left <= end:
+        if len(samples) >= FEWEST_SIZES and watch.remaining <= end:
             break
         first, second = np.zeros(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
         call = partial(reduce_op.combine, [first, second], first)

@@ -26,7 +26,7 @@ class Stopwatch:
         self._end = time.perf_counter() + seconds
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """The seconds left on rank 0's clock. Collective."""
         return float(self._comm.broadcast_object(self._end - time.perf_counter()))
 
@@ -54,12 +54,12 @@ class Stopwatch:
 
         The call runs at least twice, and at least one time is returned.
         """
-        begun = self.left
+        begun = self.remaining
         end = begun - min(share, begun)  # of the budget
         self.times(call, 1)  # sets up buffers, connections and programs
-        before = self.left
+        before = self.remaining
         times = self.times(call, 1)
-        while len(times) < MOST_REPETITIONS and (left := self.left) > end:
+        while len(times) < MOST_REPETITIONS and (left := self.remaining) > end:
             each = (before - left) / len(times)
             # Not all at once: the first call may have been faster than the later ones.
             repetitions = min(int((left - end) / max(each, 1e-9)), 2 * len(times), MOST_REPETITIONS - len(times))

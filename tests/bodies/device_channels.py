@@ -398,7 +398,7 @@ def a_stream_that_waits_in_vain(comm, peer, there, device, monkeypatch):
         ended = subprocess.Popen(["true"])
         ended.wait()
         view = channel.recv()
-        channel.ends.device.peer.meet(ended.pid)
+        channel.ends.device.peer.identify(ended.pid)
         there.fetch(view)  # whatever it is
         with pytest.raises(PeerError, match=rf"lost rank {peer}: the process of the other rank is gone") as caught:
             channel.recv()

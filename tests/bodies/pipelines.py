@@ -130,7 +130,7 @@ class ArrayTensors:
     def memory(self, value: Any) -> Any:
         return None
 
-    def is_kept(self, memory: Any) -> bool:
+    def is_used(self, memory: Any) -> bool:
         return False
 
     def move(self, memory: Any) -> None:

@@ -97,12 +97,12 @@ class Written:
         return self.step("", "equation", [q, k, v], [made], text="attention", equation=equation)[0]
 
     def reshape(self, x: int, *shape: int, asked: Shape = ()) -> int:
-        return self.step("", "reshape", [x], [shape], text="reshape", asked=asked)[0]
+        return self.step("", "reshape", [x], [shape], text="reshape", requested=asked)[0]
 
     def split(self, x: int, *lengths: int, dim: int = -1, asked: Shape = ()) -> list[int]:
         shape, at = self._shapes[x], dim % len(self._shapes[x])
         shapes = [(*shape[:at], length, *shape[at + 1 :]) for length in lengths]
-        return self.step("", "split", [x], shapes, text="chunk", dim=dim, asked=asked)
+        return self.step("", "split", [x], shapes, text="chunk", dim=dim, requested=asked)
 
     def cat(self, *inputs: int, dim: int = -1) -> int:
         shapes = [self._shapes[x] for x in inputs]
@@ -127,7 +127,7 @@ class Written:
     def trace(
         self, *outputs: int, tied: Sequence[tuple[str, ...]] = (), whole: bool = True, kept: Sequence[int] = ()
     ) -> ModelTrace:
-        return ModelTrace(tuple(self._steps), dict(self._shapes), outputs, tuple(tied), whole, kept=tuple(kept))
+        return ModelTrace(tuple(self._steps), dict(self._shapes), outputs, tuple(tied), whole, retained=tuple(kept))
 
 
 def _half(equation: Equation, label: int, arrays: Sequence[Any], half: int) -> list[Any]:

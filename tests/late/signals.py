@@ -31,7 +31,7 @@ class LateSignals:
         self._device, self._memory, self._tell, self._hear = device, memory, tuple(tell), tuple(hear)
         self._mappings = [memory, *getattr(memory, "mappings", ())]
 
-    def meet(self, number: int) -> None:
+    def queue(self, number: int) -> None:
         words = self._tell, self._hear, self._mappings  # mapped until that has run
 
         def run() -> None:

@@ -88,11 +88,11 @@ def test_a_dry_run_of_the_probes(launch_environment, tmp_path):
     found = dry_run(tmp_path, launch_environment, PROBES)
     assert found["machine"]["compute-sanitizer"] == "Version 1" and found["machine"]["MPI"]
     for part in ("probe-2", "probe-4"):
-        said = {row["what"]: row["said"] for row in found["benchmarks"][part]["rows"]}
+        said = {row["what"]: row["result"] for row in found["benchmarks"][part]["rows"]}
         assert (
             said["streams meet (cuStreamBatchMemOp)"] == said["memory of other ranks' GPUs is opened (IPC)"] == "works"
         )
-    assert found["benchmarks"]["probe-2"]["rows"][-1] == {"what": "NCCL among 2 ranks", "said": "works", "yes": 1.0}
+    assert found["benchmarks"]["probe-2"]["rows"][-1] == {"what": "NCCL among 2 ranks", "result": "works", "yes": 1.0}
 
 
 @pytest.mark.long

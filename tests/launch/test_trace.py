@@ -52,7 +52,7 @@ def test_who_is_late_is_named(mpirun, tmp_path):
     assert found["steps"]["count"] == 6 and found["steps"]["marked_by"] == "user"
     for rank in (0, 2):
         assert found["ranks"][rank]["lost_for"].get("1", 0) > 0.08, found["ranks"]  # of 6 times 29 ms
-    assert found["ranks"][1]["kept_waiting"] > found["ranks"][0]["kept_waiting"]
+    assert found["ranks"][1]["caused_wait"] > found["ranks"][0]["caused_wait"]
     assert found["steps"]["path"][0] == {**found["steps"]["path"][0], "rank": 1, "what": "computes"}
     assert any("rank 1 keeps the others waiting" in text for text in found["advice"])
     said = trace("merge", *files, "-o", "all.json.gz", cwd=tmp_path)

@@ -85,7 +85,7 @@ def test_the_way(group):
     if group.rank < 2:
         with group.channel(1 - group.rank, "way", (50_000,), device=LATE) as channel:
             assert channel.is_direct == group.name.endswith(("peers", "between", "apart"))
-            assert bool(channel.ends.device.apart) == (group.name.endswith(("between", "apart")))
+            assert bool(channel.ends.device.host_slots_reason) == (group.name.endswith(("between", "apart")))
             channel.send(LATE.put(np.full(50_000, group.rank, np.float32)))
             if channel.is_direct:
                 assert channel.ends.outgoing.form.nbytes(channel.ends.outgoing.shape) < 200

@@ -38,7 +38,7 @@ def test_every_schedule(comm: Any, name: str) -> None:
             pipe.train()
         assert pipe.runner.peak == simulate(pipe.lowered).peak[comm.rank]
         check(schedule, links, stages, 3)
-        told = pipe.tell([float(sum(stage.losses.values())) for stage in stages.values()][-1:])
+        told = pipe.broadcast_results([float(sum(stage.losses.values())) for stage in stages.values()][-1:])
         assert told == [sum(expected(links, schedule.stages, range(microbatches))[0].values())]
         pipe.close()
 

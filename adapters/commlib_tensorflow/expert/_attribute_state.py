@@ -29,7 +29,7 @@ def attribute_state_of(layers: Iterable[tuple[str, Any]], model: Any) -> Iterato
     known = [model, *model._flatten_layers(), *model.variables, *(one.value for one in model.variables)]
     search = ValueSearch(_is_array, known, lambda value: _attributes(value) if isinstance(value, keras.Layer) else None)
     for name, layer in layers:
-        for where, value in search.kept(_attributes(layer)):
+        for where, value in search.find(_attributes(layer)):
             yield f"{name}: {where}", value
 
 

@@ -202,7 +202,7 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
         """Return the outputs of all ranks' experts for tokens."""
         tensor = self.ranks.tensor if self._make is None else None
         local = len(self.mixture.placement.of_rank(self.ranks.axis.rank))
-        with self.mixture.telling() if tf.executing_eagerly() else nullcontext():
+        with self.mixture.reporting_errors() if tf.executing_eagerly() else nullcontext():
             out = run_experts(self._expert, self.stacks, arrived.rows, arrived.counts, local, tensor, training=training)
         return combine_tokens(out, self.mixture, arrived, tokens)
 

@@ -69,7 +69,7 @@ class Logs:
         """Return the last stage's metrics on all ranks."""
         names = self._names or []
         own = [np.ravel(logs.get(name, np.zeros(shape))).astype(np.float64) for name, shape in names]
-        values = np.array(pipe.tell(np.concatenate(own).tolist()))
+        values = np.array(pipe.broadcast_results(np.concatenate(own).tolist()))
         parts = np.split(values, np.cumsum([len(one) for one in own])[:-1])
         pairs = zip(names, parts, strict=True)
         return {name: part.reshape(shape) if shape else float(part[0]) for (name, shape), part in pairs}

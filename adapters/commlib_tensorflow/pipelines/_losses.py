@@ -45,13 +45,13 @@ class LossWeights:
         self._outputs, self._weigher, self._microbatches = list(outputs), weigher, microbatches
         self._looks, self._may_look = CheckSchedule(), True
         self._losses = [_OutputLoss(leaf) for leaf in self._by_output(loss)]
-        if microbatches > 1 and not weigher.says and (mixing := [leaf for leaf in self._losses if leaf.mixes_rows]):
+        if microbatches > 1 and not weigher.is_set and (mixing := [leaf for leaf in self._losses if leaf.mixes_rows]):
             raise UsageError(
                 f"pipeline: {mixing[0].name} is not a mean over the rows of a batch, so the losses of microbatches do "
                 'not add up to it: use microbatches=1, or weigh="rows" to train with the mean of their losses'
             )
         for leaf, name, is_masked in zip(self._losses, self._outputs, masked, strict=False):
-            if microbatches > 1 and not weigher.says and is_masked and leaf.loss is not None and not leaf.is_sum:
+            if microbatches > 1 and not weigher.is_set and is_masked and leaf.loss is not None and not leaf.is_sum:
                 raise UsageError(
                     f"pipeline: the model's output {name!r} has a mask, so the loss of a microbatch is the mean over "
                     "its unmasked elements: give weigh= to pipeline(), a function of a microbatch's target (and "
@@ -60,9 +60,9 @@ class LossWeights:
                 )
 
     @property
-    def says(self) -> bool:
+    def is_set(self) -> bool:
         """Whether the user gives the number of terms in a microbatch's loss."""
-        return self._weigher.says
+        return self._weigher.is_set
 
     def weights(
         self, rows: Sequence[int], targets: Sequence[Any], sample_weights: Sequence[Any], inputs: Sequence[Any]
@@ -71,7 +71,7 @@ class LossWeights:
 
         Raises UsageError if the losses of outputs weigh microbatches differently.
         """
-        if self.says:
+        if self.is_set:
             return self._weigher.weights(rows, targets, inputs, sample_weights)
         if sum(map(bool, rows)) < 2:
             return weights_of(rows, rows)
@@ -95,7 +95,7 @@ class LossWeights:
 
     def wants_check(self, targets: Sequence[Any], rows: Sequence[int]) -> bool:
         """Count a batch; return whether to keep outputs for a check of the loss of several microbatches together."""
-        is_known = not self.says and all(leaf.is_known for leaf in self._losses)
+        is_known = not self.is_set and all(leaf.is_known for leaf in self._losses)
         if is_known or not self._may_look or not self._weigher.is_checked or sum(map(bool, rows)) < 2:
             return False
         return self._looks.is_due(_kind(targets[0]))
@@ -115,7 +115,7 @@ class LossWeights:
         if np.isfinite(own[0]) and not is_close(again, own[0], abs(own[0]), epsilon):
             self._may_look = False  # the loss is random
             return ""
-        by = "weigh=" if self.says else "their rows"
+        by = "weigh=" if self.is_set else "their rows"
         return fault_in_sum(whole, own, weights, epsilon, by=by)
 
     def _by_output(self, loss: Any) -> list[Any]:

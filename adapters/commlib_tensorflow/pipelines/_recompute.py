@@ -112,13 +112,13 @@ class RecomputedLayers:
         values = [scope.after[id(variable)] for variable in variables]
         run = _RecomputedCall(self, chosen, call, given, self._trainable, self._state)
         outputs = tf.custom_gradient(run.forward)(*values, *given.tensors)
-        assert run.made is not None
-        count = len(run.made.tensors)
+        assert run.leaves is not None
+        count = len(run.leaves.tensors)
         for loss in outputs[count : count + run.losses]:
             scope.add_loss(loss)
         for place, value in zip(run.changed, outputs[count + run.losses :], strict=True):
             scope.add_update((variables[place], value))
-        return run.made.filled(outputs[:count])
+        return run.leaves.filled(outputs[:count])
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ class _RecomputedCall:
         self._what = f"layer {chosen.name!r}"
         self._context, self._training = _Context(chosen.layer), None
         self._again = RecomputationCheck(self._what)
-        self.made: _Leaves | None = None
+        self.leaves: _Leaves | None = None
         """The returned tensors."""
         self.losses = 0
         """The number of added losses."""
@@ -208,7 +208,7 @@ class _RecomputedCall:
         variables = [*self._trainable, *self._state]
         changed = [n for n, one in enumerate(variables) if after[id(one)] is not before[id(one)]]
         if is_first:
-            self.made, self.losses, self.changed, self._training = leaves, len(scope.losses), changed, training
+            self.leaves, self.losses, self.changed, self._training = leaves, len(scope.losses), changed, training
         operations = [] if graph is None else graph.get_operations()[count:]
         if graph is None:
             self._again.ran({str(n): tensor for n, tensor in enumerate(leaves.tensors)})

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.pipeline.split import counts_given, even_counts, unknown_split
+from commlib.pipeline.split import even_counts, read_split, unknown_split
 
 Split = str | Sequence[int] | Sequence[str] | Callable[[Any], Sequence[int] | Sequence[str] | str]
 
@@ -54,7 +54,7 @@ class Nodes:
 def counts_of(nodes: Nodes, stages: int, split: Any) -> tuple[int, ...]:
     """Return the number of operations of each stage."""
     if not isinstance(split, str):
-        return counts_given(split, [node.operation.name for node in nodes.all], stages)
+        return read_split(split, [node.operation.name for node in nodes.all], stages)
     if split != "auto":
         raise unknown_split(split)
     return _balanced(nodes, stages)

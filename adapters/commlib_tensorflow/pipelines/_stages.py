@@ -68,7 +68,7 @@ class TensorflowTensors:
     def memory(self, value: tf.Tensor) -> None:
         """Return None: TensorFlow does not expose which tensors share memory."""
 
-    def is_kept(self, memory: Any) -> bool:
+    def is_used(self, memory: Any) -> bool:
         """Return False."""
         return False
 
@@ -133,7 +133,7 @@ class _SavedMicrobatch:
 
     weights: list[tf.Tensor]
     state: list[tf.Tensor]
-    given: Named
+    inputs: Named
     products: list[tf.Tensor]
     gradients: Named = field(default_factory=dict)
     recorded: RecordedForward | None = None
@@ -141,7 +141,7 @@ class _SavedMicrobatch:
 
     def arrays(self) -> list[Array]:
         """Return the arrays whose memory another microbatch uses after the backward."""
-        return _message_memory([*self.given.values(), *self.gradients.values()])
+        return _message_memory([*self.inputs.values(), *self.gradients.values()])
 
 
 class TensorflowStage:
@@ -338,7 +338,7 @@ class TensorflowStage:
         self, microbatch: int, saved: _SavedMicrobatch, *, weights: bool, inputs: bool
     ) -> tuple[list[tf.Tensor | None], Named]:
         gradients: tuple[list[tf.Tensor | None], Named] = self.functions.backward(
-            saved.weights, saved.state, saved.given, saved.gradients, *self._target(microbatch),
+            saved.weights, saved.state, saved.inputs, saved.gradients, *self._target(microbatch),
             self._shares(microbatch), saved.products, has_loss=self.batch.has_loss_of(microbatch),
             wants_weights=weights, wants_inputs=inputs,
         )  # fmt: skip

@@ -99,7 +99,7 @@ class StepRunner:
         # Of all stages, so that all ranks refuse the same model.
         self._statistics = WholeBatchStatistics(pieces.parts) if batch_norm == "batch" else None
         self._trainable = TrainableState(pieces.parts, model, f"rank {comm.rank} of {comm.size}")
-        self.tied = TiedWeights.found(comm, pieces.parts, schedule.placement)
+        self.tied = TiedWeights.find(comm, pieces.parts, schedule.placement)
         if schedule.every and (self.tied.exist or schedule.stages > schedule.ranks):
             what = "layers that stages on several ranks share" if self.tied.exist else "several stages on a rank"
             raise UsageError(f"pipeline: schedule {schedule.name} updates stages one by one and takes no {what}")

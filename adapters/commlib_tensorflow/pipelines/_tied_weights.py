@@ -40,7 +40,7 @@ class TiedWeights:
         return bool(self._everything)
 
     @classmethod
-    def found(cls, comm: Communicator, parts: Sequence[Any], placement: Sequence[int]) -> TiedWeights:
+    def find(cls, comm: Communicator, parts: Sequence[Any], placement: Sequence[int]) -> TiedWeights:
         """Find the variables that several ranks share, in a model that is still whole on this rank. Collective."""
         shared = find_shared(comm, [part.variables for part in parts], placement)
         own = [_TiedWeight(number, one, group) for number, (one, group) in enumerate(shared) if group is not None]

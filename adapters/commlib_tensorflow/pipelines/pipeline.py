@@ -206,7 +206,7 @@ def _report_errors(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def wrapper(self: Any, *args: Any, **options: Any) -> Any:
-        with self.pipe.telling(method.__name__):
+        with self.pipe.reporting_errors(method.__name__):
             return method(self, *args, **options)
 
     return wrapper

@@ -98,7 +98,7 @@ def _replica_ranks(model: Any) -> Communicator | None:
     """Return all ranks of the replicas that train a sharded model together; None for a single replica."""
     comm = _shard_ranks(model)
     optimizer = getattr(model, "optimizer", None)
-    mesh = None if comm is None else comm.kept.get("mesh")
+    mesh = None if comm is None else comm.cached.get("mesh")
     if mesh is None or not isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMixin):
         return None
     everyone: Communicator = mesh.comm

@@ -41,7 +41,7 @@ class ModelCall:
         more = {} if takes_more else dict(zip(names[at + 1 :], args[at + 1 :], strict=False))
         given = args if takes_more else args[:at]
         left = {name: one for name, one in {**more, **options}.items() if name != "training"}
-        tensors = cls(given, left).given
+        tensors = cls(given, left).inputs
         masks = {place: mask for place, one in enumerate(tensors) if (mask := mask_of(one)) is not None}
         return cls(given, left, masks)
 
@@ -50,14 +50,14 @@ class ModelCall:
         return self.with_tensors(tuple(map(function, self.tensors)))
 
     @property
-    def given(self) -> list[Any]:
+    def inputs(self) -> list[Any]:
         """Its tensors, arrays and specs, in order."""
         return [one for one in keras.tree.flatten((self.args, dict(self.options))) if is_tensor(one)]
 
     @property
     def tensors(self) -> list[Any]:
         """The tensors, followed by their masks."""
-        return [*self.given, *self.masks.values()]
+        return [*self.inputs, *self.masks.values()]
 
     def with_tensors(self, tensors: tuple[Any, ...]) -> ModelCall:
         """Return the call with its tensors replaced."""

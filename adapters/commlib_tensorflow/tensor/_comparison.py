@@ -57,7 +57,7 @@ class TensorNote(NamedTuple):
             np.asarray(sample),
             is_gradient=self.is_gradient,
             is_part=self.sequence is not None,
-            tells=bool(differs),
+            positions_differ=bool(differs),
         )
 
 

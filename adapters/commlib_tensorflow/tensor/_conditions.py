@@ -58,7 +58,7 @@ def watch_element_reads(graph: Any, note: Any) -> Iterator[None]:
 
 
 def _wrap_read(plain: Any, name: str, note: Any) -> Any:
-    def asked(tensor: Any, *args: Any, **options: Any) -> Any:
+    def wrapped(tensor: Any, *args: Any, **options: Any) -> Any:
         if plain is not None:
             try:
                 return plain(tensor, *args, **options)
@@ -68,4 +68,4 @@ def _wrap_read(plain: Any, name: str, note: Any) -> Any:
         note(tensor)
         raise TypeError(f"{name} needs the elements of a graph tensor, which has none before the graph runs")
 
-    return asked
+    return wrapped

@@ -41,14 +41,14 @@ def forward(
     guide: GuidedRun | None,
     *,
     training: bool = False,
-    stands_in: bool,
+    replaces_zeros: bool,
 ) -> TracedRun:
     """Run a model without gradients, in evaluation or training mode, as `ModelRunner` of `numeric_checks` defines.
 
     given: the arguments of the call, or `tf.TensorSpec`s of them, which get random values, the same on all ranks.
-    stands_in: replace weights that are all zeros by other values.
+    replaces_zeros: replace weights that are all zeros by other values.
     """
-    call, zeros = ModelCall.of(given), zeros_in(model) if stands_in else frozenset[str]()
+    call, zeros = ModelCall.of(given), zeros_in(model) if replaces_zeros else frozenset[str]()
     whole = guide is None or guide.cuts
     numbers = _numbers(model, layers, axis, styles, guide)
     recorder = TraceRecorder(

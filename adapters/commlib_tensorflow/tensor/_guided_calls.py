@@ -18,7 +18,7 @@ class GuidedCall:
     def __init__(self, guide: GuidedRun) -> None:
         self._guide = guide
         self._step: TraceStep | None = None
-        self.given: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
         """Replacements for tensors in layers' inputs, by the ids of the tensors."""
 
     def inputs(self, layer: str, tensors: list[Any]) -> Mapping[int, Any]:
@@ -41,9 +41,9 @@ class GuidedCall:
 
     def _of(self, number: int, like: Any) -> Any:
         """Return a value of the full run: one tensor for all calls, since layers may compare identities."""
-        value = self.given.get(number)
+        value = self.values.get(number)
         if value is None:
-            value = self.given[number] = tf.constant(self._guide.whole.values[number], like.dtype)
+            value = self.values[number] = tf.constant(self._guide.whole.values[number], like.dtype)
         return _copy_mask(value, like)
 
 

@@ -137,7 +137,7 @@ def _reduced(op: Any, inputs: list[Any]) -> Found | None:
     if dims is None:
         return None
     keeps_dims = len(shape_of(op.outputs[0])) == len(shape)
-    return _equation(equations.reduction(shape, dims, kept=keeps_dims), inputs[:1])
+    return _equation(equations.reduction(shape, dims, keeps_dims=keeps_dims), inputs[:1])
 
 
 def _viewed(inputs: list[Any], dims: Sequence[int]) -> Found:
@@ -192,7 +192,7 @@ def _strided(op: Any, inputs: list[Any]) -> Found | None:
     fields = _viewed(inputs, dims)
     if len(pieces) != 1 or dims.count(-1) != 1 or len(dims) != len(shape):
         return fields
-    return {**fields, "kind": "piece", "dim": pieces[0][0], "asked": pieces[0][1:]}
+    return {**fields, "kind": "piece", "dim": pieces[0][0], "requested": pieces[0][1:]}
 
 
 def _sliced(op: Any, inputs: list[Any]) -> Found | None:
@@ -238,7 +238,7 @@ def _reshape(op: Any, inputs: list[Any]) -> Found | None:
     lengths = _numbers(inputs[1])
     if UNKNOWN_LENGTH in shape_of(inputs[0])[1:] or UNKNOWN_LENGTH in shape_of(op.outputs[0])[1:]:
         return None
-    return {"kind": "reshape", "inputs": inputs[:1], "asked": tuple(lengths or ())}
+    return {"kind": "reshape", "inputs": inputs[:1], "requested": tuple(lengths or ())}
 
 
 def _split(op: Any, inputs: list[Any]) -> Found | None:
@@ -248,7 +248,7 @@ def _split(op: Any, inputs: list[Any]) -> Found | None:
     lengths = _numbers(inputs[1]) if op.type == "SplitV" else None
     if dim is None:
         return None
-    return {"kind": "split", "inputs": [inputs[op.type == "Split"]], "dim": dim[0], "asked": tuple(lengths or ())}
+    return {"kind": "split", "inputs": [inputs[op.type == "Split"]], "dim": dim[0], "requested": tuple(lengths or ())}
 
 
 def _joined(op: Any, inputs: list[Any]) -> Found | None:

@@ -85,7 +85,7 @@ def _run(
     shardings = {name: getattr(layer, "sharding", None) for name, layer in layers.items()}
     trace, (seen, _) = recorder.trace(), try_trace(model, layers, call, styles)
     if seen.steps == trace.steps:
-        trace = replace(trace, kept=seen.kept)
+        trace = replace(trace, retained=seen.retained)
     return TracedRun(
         trace=trace,
         values=[_array(values.get(str(number))) for number in range(len(recorder.tensors))],

@@ -32,7 +32,7 @@ def try_on_shards(style: Style | None, layer: Any, args: Any, options: Any, *, t
         return {}
     fields = _try(layer, args, options, style.dim, training=training)
     if fields is not None:
-        return {"untold": fields} if fields else {}
+        return {"open_doubt": fields} if fields else {}
     given = next(one for one in keras.tree.flatten((args, options)) if tf.is_tensor(one))
     return {"equation": dimwise(tuple(given.shape), (style.dim % len(given.shape),))}
 

@@ -182,9 +182,9 @@ def _with_lengths(move: Redistribute, lengths: Array) -> Redistribute:
     """Return a move with the lengths that the forward move has found: for all_to_all in swapped order."""
     given = tuple(map(int, lengths))
     if move.name != "all_to_all":
-        return move.known(given)
+        return move.with_lengths(given)
     half = len(given) // 2
-    return move.known(given[half:], given[:half])
+    return move.with_lengths(given[half:], given[:half])
 
 
 def _check_dims(move: Redistribute, x: tf.Tensor) -> None:
@@ -199,7 +199,7 @@ def _with_known_lengths(axis: ParallelAxis, move: Redistribute, x: tf.Tensor) ->
     if move.lengths or move.name not in ("scatter", "reduce_scatter") or x.shape.rank is None:
         return move
     length = x.shape[move.dim]
-    return move if length is None else move.known(even(length, axis.size).counts)
+    return move if length is None else move.with_lengths(even(length, axis.size).counts)
 
 
 def _shape(axis: ParallelAxis, move: Redistribute, x: tf.Tensor) -> tf.TensorShape:

@@ -79,7 +79,7 @@ def _compare(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> 
             squares = [sum_of_squares(np.ascontiguousarray(next(given).reshape(-1)[:MOST])) for _ in whole]
             notes = [(one.axis, one.note(*(next(given) for _ in own))) for one, own in zip(noted, read, strict=True)]
             for axis in compared:
-                own_notes = [note for of, note in notes if of is axis] if notes else axis.watch.taken()
+                own_notes = [note for of, note in notes if of is axis] if notes else axis.watch.take()
                 check_alike(what, axis, own_notes, names, squares, dtypes)
             return [np.zeros((), np.int32)]
 

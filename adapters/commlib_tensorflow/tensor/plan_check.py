@@ -82,7 +82,7 @@ class CheckedModel:
         weights = list_weight_shapes(sharded_weights(self._layers, styles, self._size))
         trained, error = try_trace(self._model, self._layers, call, styles, training=True, weights=weights)
         self._stopped = error if isinstance(error, UsageError) else None
-        return error is not None or (trained.steps, trained.kept) == (trace.steps, trace.kept)
+        return error is not None or (trained.steps, trained.retained) == (trace.steps, trace.retained)
 
     @property
     def is_of_keras(self) -> bool:
@@ -129,18 +129,18 @@ class CheckedModel:
             return None
         training = self._training and not evaluate
         run = functools.partial(forward, self._model, self._layers, self._axis, call, styles, guide, training=training)
-        result = run(stands_in=self._replaces_zeros)
+        result = run(replaces_zeros=self._replaces_zeros)
         if guide is None and self._replaces_zeros:
             works = result.is_finite or not result.zeros
             self._replaces_zeros = all(self._axis.comm.all_gather_object(works))
-            result = result if self._replaces_zeros else run(stands_in=False)
+            result = result if self._replaces_zeros else run(replaces_zeros=False)
         return result
 
-    def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
+    def whole_and_part(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
         """Return the unsharded call, and this rank's call with its shards. Collective."""
         return None if self._axis is None else split_calls(self._axis, ModelCall.of(call), dims, is_part=is_part)
 
-    def given(self, call: Any) -> list[Any]:
+    def tensor_values(self, call: Any) -> list[Any]:
         """Return the values of tensors and arrays, including nested ones; none in a graph."""
         given = ModelCall.of(call).tensors
         if not tf.executing_eagerly() or any(isinstance(one, tf.TensorSpec | keras.KerasTensor) for one in given):

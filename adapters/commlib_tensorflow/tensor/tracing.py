@@ -93,10 +93,10 @@ def try_trace(
             graph_of(once, call)
         if recorder.error is None:
             break
-    if recorder.error is not None and recorder.asked:
+    if recorder.error is not None and recorder.request_place:
         reason = (
-            f"it requests elements of a tensor at {recorder.asked}. A graph tensor has none, so later operations "
-            "cannot be checked: use keras.ops.where or cond, or leave example= and verify= out"
+            f"it requests elements of a tensor at {recorder.request_place}. A graph tensor has none, so later "
+            "operations cannot be checked: use keras.ops.where or cond, or leave example= and verify= out"
         )
         error = UsageError(f"plan: {type(model).__name__} cannot be traced: {reason}")
         error.__cause__, recorder.error = recorder.error, error
@@ -143,9 +143,9 @@ class _LayerCall:
     leaf: bool
     last: int = -1
     place: str = ""
-    found: Mapping[str, Any] | None = None
+    fields: Mapping[str, Any] | None = None
     text: str = "a function"
-    given: Any = ((), {})
+    arguments: Any = ((), {})
     results: list[Any] = field(default_factory=list)
 
 
@@ -181,7 +181,7 @@ class TraceRecorder:
         self._guided, self._shown, self._tries, self._training = guided, weights or {}, tries, False
         self.communicates = False
         """Ranks communicated outside of layers."""
-        self.asked = ""
+        self.request_place = ""
         """The line where elements of a tensor were requested, which graph tensors do not have."""
         self.is_custom = False
         """A function between layers has a custom gradient."""
@@ -259,7 +259,7 @@ class TraceRecorder:
 
     def trace(self) -> ModelTrace:
         """Return the trace of the run."""
-        return self._recording.trace(self._results, self._tied(), whole=self._whole, held=self._held_numbers)
+        return self._recording.trace(self._results, self._tied(), whole=self._whole, retained=self._held_numbers)
 
     def _find_held(self, first: int, updates: Mapping[int, Any], call: ModelCall) -> list[Any]:
         """Return the tensors that are held after the call, besides its results."""
@@ -276,18 +276,18 @@ class TraceRecorder:
         calls = [
             given
             for one in self._calls
-            for given in (*one.given, one.inputs, one.results, (one.found or {}).get("inputs"))
+            for given in (*one.arguments, one.inputs, one.results, (one.fields or {}).get("inputs"))
         ]
         roots = (vars(self._model), call.args, call.options)
         inputs = [known for op in operations if (known := getattr(op, "_inputs_val", None)) is not None]
         ours = [every, updates, *self._losses, *masked, *losses, *calls, *inputs, *tensors_of_gradients(operations)]
-        ours += [] if self._guided is None else [self._guided.given]
+        ours += [] if self._guided is None else [self._guided.values]
         held = find_held(candidates, ours, lambda: count_cached(roots, tf.is_tensor, keras.layers.Layer))
         return [tensor for tensor in candidates if id(tensor) in held]
 
     def _number_of_held(self, tensor: Any) -> int | None:
         """Return the number of a held tensor, also of one from inside a layer that is one step."""
-        if self._recording.knows(tensor) or tensor.op.type in SOURCES:
+        if self._recording.has_number(tensor) or tensor.op.type in SOURCES:
             return self._recording.number_of(tensor)
         at = next(at for at, op in enumerate(self._graph.get_operations()) if op.name == tensor.op.name)
         for call in self._calls:
@@ -298,7 +298,7 @@ class TraceRecorder:
 
     def _note_assignment(self, value: Any, text: str) -> None:
         """Record that a variable was assigned a value, which has no gradient when it is read."""
-        if getattr(value, "graph", None) is self._graph and self._recording.knows(value):
+        if getattr(value, "graph", None) is self._graph and self._recording.has_number(value):
             constant = tf.stop_gradient(value)
             equation = equations.pointwise(shape_of(value))
             self._recording.add(
@@ -349,7 +349,7 @@ class TraceRecorder:
             return False
         fields = {"kind": "shape", "inputs": ()}
         place, text = running_line(_PACKAGES), "the shape of its weight"
-        call = _LayerCall(seen.layer, None, [], self._count(), True, place=place, found=fields, text=text)
+        call = _LayerCall(seen.layer, None, [], self._count(), True, place=place, fields=fields, text=text)
         if not any((one.name, one.place, one.text) == (call.name, place, text) for one in self._calls):
             call.last = self._count()
             self._calls.append(call)
@@ -359,10 +359,10 @@ class TraceRecorder:
         """Record a request for elements of a tensor, such as a condition in Python."""
         place = running_line(_PACKAGES)
         if not self._inside and tensor.graph is self._graph and place:
-            self.asked = place
+            self.request_place = place
             fields = {"kind": "number", "inputs": (tensor,)}
             call = _LayerCall(
-                "", None, [tensor], self._count(), True, place=place, found=fields, text="a number of Python"
+                "", None, [tensor], self._count(), True, place=place, fields=fields, text="a number of Python"
             )
             call.last = self._count()
             self._calls.append(call)
@@ -412,7 +412,9 @@ class TraceRecorder:
 
         def called(regularizer: Any, x: Any) -> Any:
             fields, text = {"kind": "penalty", "inputs": (x,)}, f"{type(regularizer).__name__} of an output"
-            call = _LayerCall("", None, [], self._count(), True, place=running_line(_PACKAGES), found=fields, text=text)
+            call = _LayerCall(
+                "", None, [], self._count(), True, place=running_line(_PACKAGES), fields=fields, text=text
+            )
             result = function(regularizer, x)
             if not self._inside and tf.compat.v1.get_default_graph() is self._graph:
                 call.last, call.results = self._count(), tensors_in(result)
@@ -433,7 +435,7 @@ class TraceRecorder:
             given = (given[0], *(int(one) if isinstance(one, Length) else one for one in given[1:]))
             if fields is None:
                 return function(*given, **options)
-            call = _LayerCall("", None, [given[0]], first, True, place=running_line(_PACKAGES), found=fields)
+            call = _LayerCall("", None, [given[0]], first, True, place=running_line(_PACKAGES), fields=fields)
             call.results = tensors_in(function(*given, **options))
             call.last = self._count()
             self._calls.append(call)
@@ -475,7 +477,7 @@ class TraceRecorder:
             result = plain(layer, *args, **options)
             if guided is not None:
                 result = replace_tensors(result, guided.result(tensors_in(result)))
-            call.given = args, options
+            call.arguments = args, options
             if leaf and self._detaches:
                 result = detach_tensors(result)
             call.results = tensors_in(result)
@@ -500,8 +502,8 @@ class TraceRecorder:
                 break
 
     def _leaf(self, call: _LayerCall) -> None:
-        if call.found is not None:
-            fields = self._with_lengths(call.found, call.inputs[0]) if call.inputs else call.found
+        if call.fields is not None:
+            fields = self._with_lengths(call.fields, call.inputs[0]) if call.inputs else call.fields
             self._recording.add(call.name, outputs=call.results, text=call.text, place=call.place, **fields)
             return
         if call.layer is None:
@@ -515,7 +517,7 @@ class TraceRecorder:
             within = self._graph.get_operations()[call.first : call.last]
             self.communicates |= any(op.type in CALLS for op in within)
         if self._tries and fields["kind"] == "unknown" and isinstance(self._styles, Mapping):
-            style, (args, options) = self._styles.get(call.name), call.given
+            style, (args, options) = self._styles.get(call.name), call.arguments
             fields |= try_on_shards(style, call.layer, args, options, training=self._training)
         text = type(call.layer).__name__
         self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, place=call.place, **fields)
@@ -547,7 +549,7 @@ class TraceRecorder:
         if op.name in self._requested_lengths and fields["kind"] != "unknown":
             lengths = self._requested_lengths[op.name]
             if op.type != "Tile":
-                fields["asked"] = lengths
+                fields["requested"] = lengths
             elif all(1 in both for both in zip(lengths, shape_of(op.inputs[0]), strict=True)):  # else the order differs
                 fields = self._with_lengths({**fields, "times": lengths}, op.inputs[0])
         self._recording.add("", outputs=op.outputs, text=text, place=_line(op), **fields)
@@ -560,7 +562,7 @@ class TraceRecorder:
         if times := fields.pop("times", ()):
             number, used = self._recording.number(tensor), self._recording.used
             lengths = [Length.of(length, (number, dim), used) for dim, length in enumerate(shape_of(tensor))]
-            fields["asked"] = tuple(
+            fields["requested"] = tuple(
                 -1 if count == 1 else length * count for length, count in zip(lengths, times, strict=True)
             )
         return fields

@@ -33,7 +33,7 @@ def attribute_state_of(modules: Iterable[tuple[str, nn.Module]], model: nn.Modul
         _is_array, known, lambda value: _foreign_attributes(value) if isinstance(value, nn.Module) else None
     )
     for name, module in modules:
-        for where, value in search.kept({**_attributes(module), **class_values(module)}):
+        for where, value in search.find({**_attributes(module), **class_values(module)}):
             yield name, where, value
 
 

@@ -129,7 +129,7 @@ class MoE(ShardedModule, AuxiliaryLossModule):
             used |= {name: f"{one.dtype}{list(one.shape[1:])}" for name, one in self.experts.named_parameters()}
             self._agreement.settle("first used", used)
         mixture.renew_dispatcher()
-        with mixture.telling():  # of a router of another class, or with hooks
+        with mixture.reporting_errors():  # of a router of another class, or with hooks
             logits = self.logits(tokens)
         draws = self.training and options.draws
         if self.expert_bias is not None and self.training:
@@ -197,7 +197,7 @@ class MoE(ShardedModule, AuxiliaryLossModule):
 
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Run this rank's experts on their rows. Other ranks get its errors."""
-        with self.mixture.telling():
+        with self.mixture.reporting_errors():
             return self._run_experts(rows, counts)
 
     def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:

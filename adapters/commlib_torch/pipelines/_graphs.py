@@ -23,7 +23,7 @@ class OuterGraphs:
         """The original tensors."""
         self._leaves: list[Tensor] = []
 
-    def apart(self, value: Any) -> Any:
+    def detach(self, value: Any) -> Any:
         """Return a value, or a nest of containers, with leaves in place of tensors that require gradients."""
         if isinstance(value, Tensor):
             return self._leaf(value)
@@ -39,7 +39,7 @@ class OuterGraphs:
         self._leaves.append(leaf)
         return leaf
 
-    def go_on(self) -> None:
+    def backward(self) -> None:
         """Run the backward of the original tensors with the gradients that the microbatches have accumulated."""
         pairs = [
             (one, leaf.grad) for one, leaf in zip(self.origins, self._leaves, strict=True) if leaf.grad is not None

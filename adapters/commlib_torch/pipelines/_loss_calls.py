@@ -59,7 +59,7 @@ class LossCalls(TorchFunctionMode):
         return result
 
     @property
-    def found(self) -> list[LossCall]:
+    def recorded(self) -> list[LossCall]:
         """The recorded calls, in order."""
         return [_read(*call) for call in self._recorded]
 

@@ -136,7 +136,7 @@ class LossWeights:
     def begin(self, rows: Sequence[int], targets: Sequence[Any], inputs: Sequence[Any], every: int = 0) -> Losses:
         """Begin a batch. inputs: if they are known here. every: microbatches between updates, as in schedules."""
         losses = Losses(rows, targets, every)
-        if self.weigher.says:
+        if self.weigher.is_set:
             losses.weights = self.weigher.weights(rows, targets, inputs)
             losses.summands = {name: one.weights(rows, targets, inputs) for name, one in self.weigher.summands.items()}
         elif losses.is_single:
@@ -151,7 +151,7 @@ class LossWeights:
     def call(self, losses: Losses, microbatch: int, output: Any) -> Tensor | None:
         """Return the loss of a microbatch; None if its weight is zero."""
         is_first = not losses.values
-        watches = not losses.is_single and not self.weigher.says and (is_first or bool(losses.calls))
+        watches = not losses.is_single and not self.weigher.is_set and (is_first or bool(losses.calls))
         if not watches:
             loss = self._call_loss(losses, microbatch, output)
             if is_first and self.weigher.is_checked:
@@ -164,10 +164,10 @@ class LossWeights:
             if before == _versions(target):
                 manner = calls.alone(output, target, loss)
                 if not is_first or losses.weights is None or not is_same(manner, self._manner):
-                    self._learn(losses, microbatch, output, target, calls.found, loss)
+                    self._learn(losses, microbatch, output, target, calls.recorded, loss)
                     self._manner = manner if self._rule is not None else None
             else:
-                self._learn_of_marked(losses, microbatch, output, calls.found, loss)
+                self._learn_of_marked(losses, microbatch, output, calls.recorded, loss)
         else:
             if losses.weights is None:
                 self._learn_from_original(self._original, losses, microbatch, output)
@@ -221,7 +221,7 @@ class LossWeights:
 
     def is_in_model(self, losses: Losses) -> bool:
         """Return whether the last stage may compute the loss itself: there is no target, and its output is a number."""
-        if self.weigher.says or losses.is_single or losses.targets[0] is not None:
+        if self.weigher.is_set or losses.is_single or losses.targets[0] is not None:
             return False
         return self._gives_number is not False
 
@@ -234,10 +234,10 @@ class LossWeights:
             self._gives_number = any(not leaf.ndim and leaf.is_floating_point() for leaf in leaves)
         if self._gives_number:
             losses.in_model[microbatch] = [
-                call.count if call.reduction not in ("sum", "none") else None for call in calls.found
+                call.count if call.reduction not in ("sum", "none") else None for call in calls.recorded
             ]
             if not losses.values:
-                losses.sums = [call.result for call in calls.found if call.reduction == "sum"]
+                losses.sums = [call.result for call in calls.recorded if call.reduction == "sum"]
         return results
 
     # Weights of losses
@@ -331,7 +331,7 @@ class LossWeights:
             with LossCalls() as calls:
                 self._call_on_copy(given, losses.targets[number])
             call: LossCall
-            (call,) = calls.found
+            (call,) = calls.recorded
             if call.count is None:
                 raise UsageError("its terms are not known")
             return call.count
@@ -370,9 +370,9 @@ class LossWeights:
             return
         value = value[0] if isinstance(value, tuple) else value
         if before == _versions(target):
-            self._learn(losses, microbatch, given, target, calls.found, value)
+            self._learn(losses, microbatch, given, target, calls.recorded, value)
         else:
-            self._learn_of_marked(losses, microbatch, given, calls.found, value)
+            self._learn_of_marked(losses, microbatch, given, calls.recorded, value)
         losses.calls.clear()
 
     def _apply_rule(self, losses: Losses, rule: CountRule) -> MicrobatchWeights:
@@ -401,7 +401,7 @@ class LossWeights:
         return f"{fault}. {OF_SUMMANDS}" if fault and not losses.summands else fault
 
     def _fault(self, losses: Losses) -> str:
-        by = "what weigh= says" if self.weigher.says else "the terms of its target" if self._rule else "their rows"
+        by = "what weigh= says" if self.weigher.is_set else "the terms of its target" if self._rule else "their rows"
         fault, is_compared = self._fault_together(losses, by) if losses.looks else ("", False)
         if fault:
             return fault
@@ -440,7 +440,7 @@ class LossWeights:
             again, whole = self._losses_of_copies(first, (outputs, targets))
         except Exception:  # a loss that fails for several microbatches cannot be compared
             kinds = {tuple(map(_trailing, pytree.tree_leaves(losses.outputs[number]))) for number in numbers}
-            if len(kinds) < 2 or self.weigher.says or self._rule is not None or losses.weights.is_sum:
+            if len(kinds) < 2 or self.weigher.is_set or self._rule is not None or losses.weights.is_sum:
                 return "", False
             return (
                 f"pipeline: microbatches have outputs of different lengths, and were weighted by {by}: {REMEDY}"

@@ -76,9 +76,9 @@ class ModeTracer:
             return first, faults
         first.readings.add(second.readings)
         for trace in (first, second):
-            own = trace.constants.keys() - trace.kept
+            own = trace.constants.keys() - trace.in_attributes
             for node, name in changes_of_attributes(trace.graph, self._model, own):
-                what = "a tensor in an attribute" if name in trace.kept else f"the tensor {name}"
+                what = "a tensor in an attribute" if name in trace.in_attributes else f"the tensor {name}"
                 return first, [Fault(node.meta[WITHIN], f"changes {what} in place, which is not a buffer")]
         if _join_graphs(first, self._traced(call, training=True), _refuse_join) is not None:
             raise self._refused(
@@ -119,7 +119,7 @@ class ModeTracer:
             return list(values), []
         free, faults = [], []
         for name, value in values.items():
-            if keeps_open and name not in call.given:
+            if keeps_open and name not in call.passed:
                 continue
             fault = self._depends(known, call, {name: value})
             if fault is None:

@@ -18,7 +18,7 @@ class Operations(nn.Module):
     """Some operations of a model, with the submodules, parameters and buffers they use, under the model's names.
 
     graph: takes the values `takes` and, in the first stage, the call's free values; returns named values. constants:
-    tensors that the operations need and that are not state. kept: names of parameters and buffers that belong to the
+    tensors that the operations need and that are not state. unused: names of parameters and buffers that belong to the
     model but are used by no operation.
     """
 
@@ -30,7 +30,7 @@ class Operations(nn.Module):
         *,
         call: ForwardCall | None,
         constants: dict[str, Any],
-        kept: Collection[str] = (),
+        unused: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.training = model.training
@@ -38,7 +38,7 @@ class Operations(nn.Module):
         named = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
         for path in sorted(called, key=lambda path: path.count(".")):
             self._take_module(model, path)
-        for path in [*named, *kept]:
+        for path in [*named, *unused]:
             self._take_value(model, path, constants)
         # Not attributes of the module: a layer of the model may have the same name.
         vars(self)["_commlib"] = compile_graph(graph, type(model).__name__), tuple(takes), call, *options_of(graph)
@@ -48,7 +48,7 @@ class Operations(nn.Module):
         run, takes, call, *_ = vars(self)["_commlib"]
         named = {name: values[name] for name in takes}
         if call is not None:
-            named |= call.taken(*values[INPUTS])
+            named |= call.values_of(*values[INPUTS])
         results: Named = run(self, **named)
         return results
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from commlib.pipeline.schedule import Link
-from commlib.pipeline.split import counts_given, even_counts, unknown_split
+from commlib.pipeline.split import even_counts, read_split, unknown_split
 
 INPUTS, OUTPUT = "inputs", "output"
 """The names of the first stage's arguments, (args, kwargs), and of the last stage's result."""
@@ -78,7 +78,7 @@ class Layers:
 
     def count_of(self, split: Sequence[Any], stages: int) -> tuple[int, ...]:
         """Return the numbers of layers as given, or computed from the names of the first layers of stages."""
-        return counts_given(split, [name for name, _ in self._layers], stages)
+        return read_split(split, [name for name, _ in self._layers], stages)
 
     def cut(self, counts: Sequence[int]) -> SplitModel:
         """Return stages with these numbers of layers."""

@@ -34,7 +34,7 @@ def loss_of(
         fault = fault or losses.fault(batch.losses)
     extra = sum(loss for _, loss in sorted(batch.extras.items()))
     numbers = [total, 0.0, float(dtype is torch.float64)]
-    report, reducers, is_double = pipe.tell(
+    report, reducers, is_double = pipe.broadcast_results(
         numbers, rows=sum(rows) if rows else -1, added=[extra, float(outside)], fault=fault
     )
     return torch.tensor(report, dtype=torch.float64 if is_double else torch.float32), reducers > 0
@@ -58,7 +58,7 @@ def details_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, loss: 
 def outputs_of(pipe: Pipe, batch: Batch, rows: Sequence[int], where: Any, fault: str) -> Any:
     """Return the outputs of a batch, which the last stage has, on all ranks. fault: as in `loss_of`. Collective."""
     comm, last = pipe.comm, pipe.last
-    pipe.tell([0.0], fault=fault)
+    pipe.broadcast_results([0.0], fault=fault)
     rows = pipe.broadcast_rows(rows)
     whole = _join_outputs(batch, rows, where) if comm.rank == last else None
     leaves, spec = pytree.tree_flatten(pytree.tree_map_only(Tensor, Tensor.cpu, whole))

@@ -75,7 +75,7 @@ class TorchTensors:
         """Return the storage of a tensor; None if it is a copy on a GPU."""
         return None if self._device is not None else value.untyped_storage()
 
-    def is_kept(self, memory: Any) -> bool:
+    def is_used(self, memory: Any) -> bool:
         """Return whether another reference to a storage exists: a tensor or an autograd graph."""
         return memory.nbytes() > 0 and torch._C._storage_Use_Count(memory._cdata) > 1
 

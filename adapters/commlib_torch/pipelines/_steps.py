@@ -74,10 +74,10 @@ class StepRunner:
         self._check_loss(x)
         graphs = OuterGraphs()
         if self._pipe.comm.rank == self._pipe.first:
-            x = graphs.apart(x)
+            x = graphs.detach(x)
         of_x = len(graphs.origins)
         if self._pipe.comm.rank == self._pipe.last:
-            y = graphs.apart(y)
+            y = graphs.detach(y)
         with self._batch_of(x, y, is_training=True, **options) as empty, backward_passes.shared(self._pipe.comm):
             self._batch.of_x, self._batch.of_y = graphs.origins[:of_x], graphs.origins[of_x:]
             self._tied.begin(self._pipe.comm)
@@ -85,14 +85,14 @@ class StepRunner:
                 registrations.counting() if self._splits else _NOTHING,
                 self._shared_buffers.check_unchanged(),
                 self.statistics.step() if self.statistics is not None else _NOTHING,
-                self._tied.apart(),
+                self._tied.separate_gradients(),
                 backward_passes.as_one(self._pipe.comm, self._module),
                 use_device_streams(),
             ):
                 self._pipe.train(empty)
-                graphs.go_on()
+                graphs.backward()
             self._tied.add_up(self._pipe.comm)
-            return self._result(details=details, outside=len(backward_passes.begun))
+            return self._result(details=details, outside=len(backward_passes.started))
 
     def evaluate(self, x: Any, y: Any, *, details: bool, **options: Any) -> Tensor | Details:
         """Return the loss of a batch in evaluation mode, or details. Collective."""

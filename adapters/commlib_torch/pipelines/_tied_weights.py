@@ -63,7 +63,7 @@ class TiedWeights:
         return bool(self._all)
 
     @classmethod
-    def found(cls, comm: Communicator, parts: Sequence[nn.Module], placement: Sequence[int]) -> TiedWeights:
+    def find(cls, comm: Communicator, parts: Sequence[nn.Module], placement: Sequence[int]) -> TiedWeights:
         """Find the weights of several ranks in a model that is still complete on this rank. Collective.
 
         Raises UsageError on all ranks for a weight with sparse gradients.
@@ -100,7 +100,7 @@ class TiedWeights:
         if not self._are_spread:
             self.spread()
 
-    def apart(self) -> AbstractContextManager[None]:
+    def separate_gradients(self) -> AbstractContextManager[None]:
         """Separate the gradients of this step from existing ones, which are complete."""
         return self._separate() if self._weights else nullcontext()
 

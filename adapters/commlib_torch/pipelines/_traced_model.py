@@ -134,12 +134,12 @@ class TracedModel:
         parts = [self._part(graph, takes, stage) for stage, (graph, takes) in enumerate(graphs)]
         used = {name for part in parts for name in state_names(part)}
         if unused := [name for name in state_names(self._model) if name not in used]:
-            parts[0] = self._part(*graphs[0], 0, kept=unused)
+            parts[0] = self._part(*graphs[0], 0, unused=unused)
         return SplitModel(tuple(parts), crossing, tuple(counts))
 
-    def _part(self, graph: fx.Graph, takes: Sequence[str], stage: int, kept: Sequence[str] = ()) -> Operations:
+    def _part(self, graph: fx.Graph, takes: Sequence[str], stage: int, unused: Sequence[str] = ()) -> Operations:
         call = self._call if stage == 0 else None
-        return Operations(self._model, graph, takes, call=call, constants=self._constants, kept=kept)
+        return Operations(self._model, graph, takes, call=call, constants=self._constants, unused=unused)
 
     def _stage(
         self, stage: int, last: int, stage_of: Mapping[fx.Node, int], crossing: Mapping[Link, tuple[str, ...]]

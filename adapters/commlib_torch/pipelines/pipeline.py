@@ -245,7 +245,7 @@ class Pipeline(StageModule):
         self.why = ""
         """The reason for this schedule, if it was chosen automatically."""
         losses = LossWeights(loss, Weigher(weigh, takes_summands=True), rows)
-        self._tied = tied = TiedWeights.found(comm, parts, schedule.placement)
+        self._tied = tied = TiedWeights.find(comm, parts, schedule.placement)
         check_updates(schedule, loss_has_parameters=module is not None, shares_weights=tied.exist)
         shared_buffers = SharedBuffers(parts, schedule.placement, comm.rank)
         self._names = names_by_name(parts)

@@ -44,7 +44,7 @@ def note_eager_input(layer: Any, x: Any, what: str = "the input", sequence: int 
         return
     first = x.narrow(sequence, 0, min(1, x.shape[sequence]))
     differs = bool(x.ne(first).any())
-    _note(watch, f"its part of a sequence, {what}", layer, x, sequence, is_part=True, tells=differs)
+    _note(watch, f"its part of a sequence, {what}", layer, x, sequence, is_part=True, positions_differ=differs)
 
 
 def note_returned(layer: Any, out: Tensor) -> None:

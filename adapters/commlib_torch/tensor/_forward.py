@@ -46,11 +46,11 @@ def forward(
     guide: GuidedRun | None,
     *,
     evaluate: bool,
-    stands_in: bool,
+    replaces_zeros: bool,
 ) -> TracedRun | None:
     """Run a model as `ModelRunner` of `numeric_checks` describes. axis: the axis along which it is sharded.
 
-    stands_in: replace weights that are zeros.
+    replaces_zeros: replace weights that are zeros.
     """
     whole = guide is None or guide.cuts
     changes = _unsharding_changes(model, axis) if whole else []
@@ -76,7 +76,7 @@ def forward(
     with (
         _change_attributes(changes),
         change_numbers(numbers),
-        substitute_weights(model, zeros_in(model) if stands_in else ()),
+        substitute_weights(model, zeros_in(model) if replaces_zeros else ()),
     ):
         return _run(model, recorder, call, evaluate=evaluate)
 
@@ -98,7 +98,7 @@ def _run(model: nn.Module, recorder: TraceRecorder, call: Any, *, evaluate: bool
                 raise
             trace, error = recorder.trace_of(()), raised
         draws = before != _random_states()
-        saved = recorder.kept
+        saved = recorder.layer_values
         values = [_array(saved.get(number, tensor)) for number, tensor in enumerate(recorder.tensors)]
     recorder.forget()
     return TracedRun(

@@ -48,7 +48,7 @@ def describe_call(called: FunctionCall) -> Found:
     if called.name in _FILLED:
         given = called.args[1:2] if called.name.startswith("new") else called.args[:1]
         sizes = given if given and isinstance(given[0], Sequence) else (called.args,)
-        return {"kind": "constant", "inputs": [], "asked": tuple(one for one in sizes[0] if isinstance(one, int))}
+        return {"kind": "constant", "inputs": [], "requested": tuple(one for one in sizes[0] if isinstance(one, int))}
     if not called.inputs:
         return {"kind": "constant"}
     describe = _OPERATIONS.get(called.name)
@@ -70,7 +70,7 @@ def _pointwise(called: FunctionCall) -> Found | None:
     results = [tuple(tensor.shape) for tensor in called.outputs[:1]]  # of an expanded tensor
     equation = equations.pointwise(*shapes, *results)
     lengths = called.rest("size") if called.name in ("expand", "broadcast_to") else ()
-    return _equation(Equation(equation.inputs[: len(shapes)], equation.output), asked=tuple(lengths))
+    return _equation(Equation(equation.inputs[: len(shapes)], equation.output), requested=tuple(lengths))
 
 
 def _dropout(called: FunctionCall) -> Found | None:
@@ -109,7 +109,7 @@ def _reduced(called: FunctionCall, place: int = 1, default: int | None = None) -
     whole = given is None or isinstance(given, bool)  # settings of a variance estimate
     dims = range(len(called.shape)) if whole else (given,) if isinstance(given, int) else given
     keeps_dims = any(len(tensor.shape) == len(called.shape) for tensor in called.outputs)
-    return _equation(equations.reduction(called.shape, dims or range(len(called.shape)), kept=keeps_dims))
+    return _equation(equations.reduction(called.shape, dims or range(len(called.shape)), keeps_dims=keeps_dims))
 
 
 def _pooled(called: FunctionCall) -> Found | None:
@@ -192,7 +192,7 @@ def _selected(called: FunctionCall) -> Found | None:
     start, length = called.argument(2, "start"), called.argument(3, "length")
     if fields is None or called.name != "narrow" or not (isinstance(start, int) and isinstance(length, int)):
         return fields
-    return {**fields, "kind": "piece", "dim": dim, "asked": (start, start + length)}
+    return {**fields, "kind": "piece", "dim": dim, "requested": (start, start + length)}
 
 
 def _picked(called: FunctionCall) -> Found | None:
@@ -228,7 +228,7 @@ def _picked(called: FunctionCall) -> Found | None:
     own = [(dim, first, last) for dim, first, last in pieces if dim not in dims]
     if fields is None or len(own) != 1 or dims.count(-1) != 1 or len(dims) != len(called.shape):
         return fields
-    return {**fields, "kind": "piece", "dim": own[0][0], "asked": own[0][1:]}
+    return {**fields, "kind": "piece", "dim": own[0][0], "requested": own[0][1:]}
 
 
 def _ends(part: Any) -> tuple[int, int] | None:
@@ -257,7 +257,7 @@ def _repeated(called: FunctionCall) -> Found | None:
         return _viewed(called, [-1 if at == dim % len(every) else at for at in every])
     fields, times = _viewed(called, every), called.argument(1, "repeats")
     if fields is not None and called.lengths:
-        fields["asked"] = tuple(called.lengths[at] * times if at == dim % len(every) else -1 for at in every)
+        fields["requested"] = tuple(called.lengths[at] * times if at == dim % len(every) else -1 for at in every)
     return fields
 
 
@@ -270,14 +270,14 @@ def _reshape(called: FunctionCall) -> Found | None:
         lengths = (*called.shape[:dim], *sizes, *called.shape[dim + 1 :])
     if lengths and not all(isinstance(length, int) for length in lengths):
         return _pointwise(called)  # another dtype
-    return {"kind": "reshape", "asked": tuple(lengths)}
+    return {"kind": "reshape", "requested": tuple(lengths)}
 
 
 def _split(called: FunctionCall) -> Found | None:
     given = called.argument(1, "split_size_or_sections", called.options.get("split_size"))
     if called.name in ("split", "split_with_sizes"):
         lengths = (given,) if isinstance(given, int) else tuple(given)
-        return {"kind": "split", "dim": called.argument(2, "dim", 0), "asked": lengths}
+        return {"kind": "split", "dim": called.argument(2, "dim", 0), "requested": lengths}
     place = 1 if called.name in ("unbind", "__iter__") else 2
     return {"kind": "split", "dim": called.argument(place, "dim", 0)}
 

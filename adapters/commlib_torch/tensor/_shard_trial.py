@@ -33,7 +33,7 @@ def try_on_shards(style: Style | None, module: nn.Module, args: Any, options: An
         return {}
     fields = _try_parts(module, args, options, style.dim)
     if fields is not None:
-        return {"untold": fields} if fields else {}
+        return {"open_doubt": fields} if fields else {}
     given = next(one for one in tree_leaves((args, options)) if isinstance(one, Tensor))
     return {"equation": dimwise(tuple(given.shape), (style.dim % given.dim(),))}
 

@@ -107,7 +107,7 @@ def attention(
     q, k, v = (_cast(x) for x in (q, k, v))
     options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)
 
-    def made() -> AttentionCall:
+    def build() -> AttentionCall:
         masks = [x for x in (mask, key_mask) if x is not None]
         tensors = (
             _describe_arguments(q),
@@ -118,7 +118,7 @@ def attention(
         )
         return AttentionCall.of(axis, tensors, options, device_kind((q, k, v, *masks)))
 
-    call = make_or_refuse(axis.comm, WHAT, made, 2)
+    call = make_or_refuse(axis.comm, WHAT, build, 2)
     if seed is None:
         seed = int(torch.randint(_SEEDS, (), device="cpu")) if dropout_p else 0
     divided, seed = call.agree(q.shape[2], int(seed) % _SEEDS)

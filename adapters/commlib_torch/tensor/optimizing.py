@@ -141,5 +141,5 @@ def _check_alike(optimizer: Optimizer) -> None:
     names, dtypes = [name for name, _ in whole], [dtype_name(parameter.dtype) for _, parameter in whole]
     for axis in axes:
         watch: AxisWatch | None = axis.watch
-        notes = [] if watch is None else watch.taken()
+        notes = [] if watch is None else watch.take()
         check_alike(f"{type(optimizer).__name__}.step", axis, notes, names, norms, dtypes)

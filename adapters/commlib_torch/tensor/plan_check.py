@@ -88,17 +88,17 @@ class CheckedModel:
         if self._axis is None:
             return None
         run = partial(forward, self._model, self._axis, call, styles, guide, evaluate=evaluate)
-        result = run(stands_in=self._replaces_zeros)
+        result = run(replaces_zeros=self._replaces_zeros)
         if guide is None and self._replaces_zeros:
             self._replaces_zeros = all(self._axis.comm.all_gather_object(result is None or result.is_finite))
-            result = result if self._replaces_zeros else run(stands_in=False)
+            result = result if self._replaces_zeros else run(replaces_zeros=False)
         return result
 
-    def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
+    def whole_and_part(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
         """Return the unsharded call, and this rank's call with its parts. Collective."""
         return None if self._axis is None else split_calls(self._axis, call, dims, is_part=is_part)
 
-    def given(self, call: Any) -> list[Any]:
+    def tensor_values(self, call: Any) -> list[Any]:
         """Return the values of tensors, including those within structures."""
         tensors = tensors_in(call)
         return [host_array(one) for one in tensors] if all(map(has_numbers, tensors)) else []
@@ -152,7 +152,7 @@ class PlanCheck:
             if isinstance(getattr(module, "style", None), Style):
                 module.plan_check = check  # type: ignore[assignment]  # no module
         model.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
-        model.register_forward_hook(check.left, always_call=True)
+        model.register_forward_hook(check.after_call, always_call=True)
         report_late_layers(check, model)
 
     def __init__(self, axis: ParallelAxis, divided_output: bool) -> None:
@@ -183,7 +183,7 @@ class PlanCheck:
             self._check_kind(model, (args, options), kind)
 
     @disable_compile
-    def left(self, model: nn.Module, args: Any, result: Any) -> None:
+    def after_call(self, model: nn.Module, args: Any, result: Any) -> None:
         """Note the end of a call of the model. result: None if it has failed."""
         self.inside = max(0, self.inside - 1)
         if self._failed and not self.inside:

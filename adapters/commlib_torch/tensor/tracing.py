@@ -72,11 +72,11 @@ def try_trace(
     restored: see `preserve_model`. A sharded model runs its collectives.
     """
     trace, error = _attempted(model, args, options, styles, weights)
-    if trace.kept and torch.is_grad_enabled():
+    if trace.retained and torch.is_grad_enabled():
         with torch.no_grad():
             without = _attempted(model, args, options, styles, weights)[0]
         if without.way == trace.way:  # otherwise tensors needed only for gradients would seem to be stored
-            trace = replace(trace, kept=tuple(value for value in trace.kept if value in without.kept))
+            trace = replace(trace, retained=tuple(value for value in trace.retained if value in without.retained))
     return trace, error
 
 
@@ -148,8 +148,8 @@ class TraceRecorder(TorchFunctionMode):
     """Intercepts each function of PyTorch and, by hooks, each layer. tensors: all values, by number.
 
     whole: run a sharded model as the unsharded one. guide: overrides layer calls. calls: counts calls of the ranks
-    among which the model is sharded. ranks: run as this one of so many. keeps: see `kept`. differentiates: record the
-    gradients from user-defined autograd functions. recomputes: False to run re-entrant checkpoints without
+    among which the model is sharded. ranks: run as this one of so many. keeps: see `layer_values`. differentiates:
+    record the gradients from user-defined autograd functions. recomputes: False to run re-entrant checkpoints without
     recomputation, because they support only `backward()`. weights: the weight shapes that the model sees; its queries
     are recorded. tries: run layers with sharded sequences on shards.
     """
@@ -177,7 +177,7 @@ class TraceRecorder(TorchFunctionMode):
         self._calls, self._inside, self._moves, self._keeps = calls, 0, False, keeps
         self.hides = False
         """A layer with a style ran inside an operation that cannot be traced."""
-        self.kept: dict[int, Tensor] = {}
+        self.layer_values: dict[int, Tensor] = {}
         """Inputs and outputs of layers, by value number: copies, because a model may overwrite them."""
         self._tries_layers = tries
         self._shown, self._shape_requests = weights or {}, set[tuple[str, str]]()
@@ -244,14 +244,14 @@ class TraceRecorder(TorchFunctionMode):
     def forget(self) -> None:
         """Drop all values and their graphs, which would keep the shapes of weights."""
         self.tensors.clear()
-        self.kept.clear()
+        self.layer_values.clear()
         self._inputs.clear()
         self._inner.clear()
         self._calls_of_inner.clear()
 
-    def trace_of(self, result: Any, kept: Collection[int] = ()) -> ModelTrace:
-        """Return the trace so far. kept: values that something other than the model's results holds."""
-        return self._recording.trace(tensors_in(result), find_tied(self._model), whole=self._whole, held=kept)
+    def trace_of(self, result: Any, retained: Collection[int] = ()) -> ModelTrace:
+        """Return the trace so far. retained: values that something other than the model's results holds."""
+        return self._recording.trace(tensors_in(result), find_tied(self._model), whole=self._whole, retained=retained)
 
     def _find_held(self, args: Any, options: Any, result: Any) -> set[int]:
         """Return the values that are still referenced after the call, including those written into memory."""
@@ -278,7 +278,7 @@ class TraceRecorder(TorchFunctionMode):
         own = set() if self._recording.is_from_outside(tensor) else {self._recording.number(tensor)}
         if self._written:
             own |= self._written.get(_storage(tensor), set())
-        return self._recording.made.intersection(own)
+        return self._recording.produced.intersection(own)
 
     @contextmanager
     def _cutting(self) -> Iterator[None]:
@@ -377,7 +377,7 @@ class TraceRecorder(TorchFunctionMode):
                 self._leaves.pop()
             if outermost:
                 inputs_seen, self._inputs = [*tensors_in([args, options]), *self._inputs], []
-                known = {id(tensor): tensor for tensor in inputs_seen if self._recording.knows(tensor)}
+                known = {id(tensor): tensor for tensor in inputs_seen if self._recording.has_number(tensor)}
                 inputs, what = () if own else known.values(), getattr(args[0] if args else None, "__name__", "")
                 text = f"{what or 'a function'} in {self._place_in_model()}"
                 self._moves |= bool(own)
@@ -418,7 +418,7 @@ class TraceRecorder(TorchFunctionMode):
 
     def _note_gradients(self, function: Any, args: Any, text: str) -> None:
         """Record the gradients from a function with a user-defined backward: they are compared like values."""
-        tensors = [one for one in args if isinstance(one, Tensor) and self._recording.knows(one)]
+        tensors = [one for one in args if isinstance(one, Tensor) and self._recording.has_number(one)]
         tensors = [one for one in tensors if one.is_floating_point() or one.is_complex()]
         if not tensors or not all(isinstance(one, Tensor) or _is_plain(one) for one in args):
             return
@@ -489,7 +489,7 @@ class TraceRecorder(TorchFunctionMode):
             text = type(module).__name__
             self._recording.add(name, inputs=inputs, outputs=outputs, text=text, place=_line(), **fields)
             self._note_inside(f"{text} in {name}", inputs)
-            self.kept |= dict(zip(map(self._recording.number, outputs), saved, strict=False))
+            self.layer_values |= dict(zip(map(self._recording.number, outputs), saved, strict=False))
             return None if changed is None else result
 
         return before, after
@@ -497,7 +497,7 @@ class TraceRecorder(TorchFunctionMode):
     def _note_inside(self, text: str, inputs: list[Tensor]) -> None:
         """Record the leaf call that made a tensor inside, except its inputs and outputs."""
         known = len(self._calls_of_inner)
-        self._inner[known:] = [one for one in self._inner[known:] if not self._recording.knows(one)]
+        self._inner[known:] = [one for one in self._inner[known:] if not self._recording.has_number(one)]
         if more := len(self._inner) - known:
             self._calls_of_inner += [(list(map(self._recording.number, inputs)), text, _line())] * more
 
@@ -546,11 +546,11 @@ class TraceRecorder(TorchFunctionMode):
         numbers = [self._recording.number(tensor) for tensor in tensors]
         if self._keeps:
             for number, tensor in zip(numbers, tensors, strict=True):
-                self.kept.setdefault(number, tensor.detach().clone())
+                self.layer_values.setdefault(number, tensor.detach().clone())
         if self._guided is None or (given := self._guided.inputs(name, tensors)) is None:
             return None
         for tensor, number in zip(tensors, numbers, strict=True):
-            self._recording.stands_for(given[id(tensor)], number)
+            self._recording.add_alias(given[id(tensor)], number)
         return replace_tensors((args, options), given)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

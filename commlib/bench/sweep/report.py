@@ -42,7 +42,7 @@ class SweepPrinter:
         self,
         facts: Mapping[str, Any],
         planned: Sequence[SweepCase],
-        left: Sequence[SweepCase],
+        remaining: Sequence[SweepCase],
         unable: Sequence[str],
         out: Path,
     ) -> None:
@@ -54,9 +54,9 @@ class SweepPrinter:
             self._print(f"# {warning}", "bold red")
         for text in unable:
             self.note(f"left out: {text}")
-        self.note(f"{len(planned)} cases, {len(planned) - len(left)} of them are already in {out}")
-        self._peers = tuple(dict.fromkeys(peer for case in left for peer in case.peers))
-        if left:
+        self.note(f"{len(planned)} cases, {len(planned) - len(remaining)} of them are already in {out}")
+        self._peers = tuple(dict.fromkeys(peer for case in remaining for peer in case.peers))
+        if remaining:
             titles = _row((*_TITLES, *(f"x {peer}" for peer in self._peers)))
             self._print(titles, "bold")
 

@@ -120,14 +120,14 @@ def _measured(
     comm: Any,
     world: Any,
     plan: SweepPlan,
-    left: list[SweepCase],
+    remaining: list[SweepCase],
     show: Callable[[float, str], None],
     writer: ResultsWriter | None,
 ) -> Iterator[Line]:
     """Measure, and yield the line of each case on rank 0, which has the writer. Collective."""
     until = None if plan.seconds is None else time.monotonic() + plan.seconds
     done = 0
-    for (nodes, ranks), group in groupby(left, lambda case: case.world):
+    for (nodes, ranks), group in groupby(remaining, lambda case: case.world):
         with worlds.enter_world(comm, world, nodes, ranks) as part, ExitStack() as stack:
             if part is None:
                 continue
@@ -136,7 +136,7 @@ def _measured(
             for case in group:
                 if part.world.bcast(until is not None and time.monotonic() > until):
                     break
-                show(done / len(left), case.name)
+                show(done / len(remaining), case.name)
                 done += 1
                 if writer is not None:
                     writer.add({"kind": "begun", "key": case.key})

@@ -108,7 +108,7 @@ class Nccl:
     def open(self, text: str, on_wait: OnWait) -> bool:
         if self._ranks is None and not self.refusal:
             first = f"{text}, first starting NCCL"
-            self._group.perform_call(first, partial(self._make, first), meets=True)
+            self._group.perform_call(first, partial(self._make, first), must_match=True)
         return self.is_open
 
     def _make(self, text: str) -> None:

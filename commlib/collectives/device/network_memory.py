@@ -35,7 +35,7 @@ class NetworkMemory:
 
 def network_memory_of(board: DeviceBoard, *, direct: bool) -> NetworkMemory:
     """Return the network memory of a board. All its calls share it, because they run one after another."""
-    memory: NetworkMemory | None = board.kept.get(NetworkMemory)
+    memory: NetworkMemory | None = board.cached.get(NetworkMemory)
     if memory is None:
-        memory = board.kept[NetworkMemory] = NetworkMemory(board.device, direct=direct)
+        memory = board.cached[NetworkMemory] = NetworkMemory(board.device, direct=direct)
     return memory

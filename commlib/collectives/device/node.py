@@ -56,7 +56,7 @@ class DevicePeers:
         """Return the board of this node; the first call of all ranks makes it. None if a node cannot have one."""
         if self.board is None and not self.refusal:
             first = f"{text}, first connecting the streams of {self._station.device.name}"
-            self.group.perform_call(first, partial(self._make, on_wait), meets=True)
+            self.group.perform_call(first, partial(self._make, on_wait), must_match=True)
         return self.board
 
     def _make(self, on_wait: OnWait) -> None:

@@ -136,7 +136,7 @@ class DeviceRails(Rails):
 
     def synchronize(self) -> None:
         """Queue a synchronization: later work runs after all earlier work of the node's devices."""
-        self.board.meet()
+        self.board.barrier()
         self._synchronized = self.device.current().record(self._synchronized)
 
     def put(self, source: Any, target: Any) -> None:

@@ -109,7 +109,7 @@ def scatter_between_devices(
     group, (shape, dtype) = calls.group, shape_and_dtype
     device = _own_device(name, streams)
     able = device is not None and calls.peers(device).may_exchange
-    if not group.open().board.meet(1 + able, group.watch(text)) or device is None or not able:
+    if not group.open().board.barrier(1 + able, group.watch(text)) or device is None or not able:
         return False
     peers, station, watch = calls.peers(device), calls.station(device), group.watch(text)
 

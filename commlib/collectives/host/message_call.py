@@ -13,21 +13,21 @@ from commlib.runtime.compiled_call import CompiledCall
 class MessageCall(CompiledCall):
     """Run `move` as a call of a group, which compares it with the other ranks' calls when a check is due.
 
-    flat: `move` gets the arrays as 1-D. meets: see `Operation`.
+    flat: `move` gets the arrays as 1-D. must_match: see `Operation`.
     """
 
-    __slots__ = ("_flat", "_group", "_meets", "_move")
+    __slots__ = ("_flat", "_group", "_move", "_must_match")
 
-    def __init__(self, group: Group, text: str, move: Move, *, flat: bool = True, meets: bool = False) -> None:
+    def __init__(self, group: Group, text: str, move: Move, *, flat: bool = True, must_match: bool = False) -> None:
         super().__init__(group.progress, text)
-        self._group, self._move, self._flat, self._meets = group, move, flat, meets
+        self._group, self._move, self._flat, self._must_match = group, move, flat, must_match
 
     def perform(self, x: Any, target: Any) -> Any:
         if self._flat:
             x, flat = x if x.ndim == 1 else x.reshape(-1), target if target.ndim == 1 else target.reshape(-1)
-            value = self._group.perform_call(self.text, self._move, x, flat, meets=self._meets)
+            value = self._group.perform_call(self.text, self._move, x, flat, must_match=self._must_match)
         else:
-            value = self._group.perform_call(self.text, self._move, x, target, meets=self._meets)
+            value = self._group.perform_call(self.text, self._move, x, target, must_match=self._must_match)
         return target if value is None else value
 
 
@@ -38,7 +38,7 @@ class BlockingCall(CompiledCall):
 
     def __init__(self, group: Group, text: str, move: Move) -> None:
         super().__init__(group.progress, text)
-        self._call = MessageCall(group, text, move, meets=True)
+        self._call = MessageCall(group, text, move, must_match=True)
 
     def now(self, x: Any, target: Any) -> Any:
         return self._progress.run_uninterrupted(self.text, partial(self.perform, x, target), x)

@@ -79,7 +79,9 @@ class UnevenCall:
         if out is not None and out.staged:
             check_bound(out.flat, out.array, _NAME)
         if out is not None and takes is not None and isinstance(self.compiled, UnevenExchange):
-            return self.compiled.bind_to(self.source, self.target, out.flat, (out.given, np.array(takes, np.int64)))
+            return self.compiled.bind_to(
+                self.source, self.target, out.flat, (out.user_array, np.array(takes, np.int64))
+            )
         return self.compiled.bind(self.source, self.target, deliver=self._deliver)
 
     def _deliver(self, value: Any) -> tuple[Any, Array]:

@@ -129,7 +129,7 @@ class CudaDevice:
             )
         if written and foreign.read_only:
             raise UsageError(f"{verb}: {what} is read-only, but the result is written to it: pass a writable array")
-        owner = x if foreign.keep is None else (x, foreign.keep)
+        owner = x if foreign.owner is None else (x, foreign.owner)
         return DeviceArray(self, foreign.address, foreign.shape, foreign.dtype, owner, self.current())
 
     def _describe(self, x: Any, verb: str, what: str, written: bool) -> foreign_arrays.ForeignArray:

@@ -22,8 +22,8 @@ _BFLOAT16_BITS = np.dtype("V2")  # the typestr of ml_dtypes, PyTorch and CuPy
 class ForeignArray:
     """The location and layout of an array. stream: the number of the stream that writes its contents.
 
-    0 is CUDA's default stream; None means no wait is needed. keep: another object, if the array alone does not keep the
-    memory alive.
+    0 is CUDA's default stream; None means no wait is needed. owner: another object, if the array alone does not keep
+    the memory alive.
     """
 
     address: int
@@ -32,7 +32,7 @@ class ForeignArray:
     contiguous: bool
     read_only: bool = False
     stream: int | None = None
-    keep: Any = None
+    owner: Any = None
 
 
 def has_gpu_interface(kind: type) -> bool:
@@ -73,7 +73,7 @@ def describe_dlpack(x: Any, stream: int) -> ForeignArray:
         capsule, after = x.__dlpack__(), 0
     tensor = dlpack.read(capsule)
     contiguous = is_contiguous(tensor.shape, tensor.strides, tensor.dtype.itemsize)
-    return ForeignArray(tensor.address, tensor.shape, tensor.dtype, contiguous, stream=after, keep=capsule)
+    return ForeignArray(tensor.address, tensor.shape, tensor.dtype, contiguous, stream=after, owner=capsule)
 
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, item: int) -> bool:

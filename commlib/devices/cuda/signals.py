@@ -64,7 +64,7 @@ class CudaSignals:
         self._values = self._operations["value"]
         self._at = ctypes.c_void_p(address_of(self._operations))
 
-    def meet(self, number: int) -> None:
+    def queue(self, number: int) -> None:
         self._values[:] = number
         stream = ctypes.c_void_p(self._cuda.get_current_stream().ptr)
         if status := self._queue(stream, ctypes.c_uint(len(self._operations)), self._at, ctypes.c_uint(0)):

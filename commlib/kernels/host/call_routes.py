@@ -14,11 +14,11 @@ import numba as nb
 
 from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.node import (
-    APART,
     COUNTS,
     INPUTS,
     OUTPUTS,
     PLACE,
+    PLACES_DIFFER,
     SOURCE,
     TARGET,
     WAITING,
@@ -144,15 +144,15 @@ def run(address: int) -> int:
         return _run_staged(route[KIND], route[STAGED])
     if route[ACTIVE] == 0:
         route[ACTIVE] = _choose(address)
-    status = APART
+    status = PLACES_DIFFER
     if route[ACTIVE] == SYMMETRIC:
         status = _run_symmetric(route[KIND], route[SYMMETRIC])
-        if status == APART:
+        if status == PLACES_DIFFER:
             route[ACTIVE] = STAGED
             _call(route[STAGED])[COUNTS] = 0  # it was already counted
     if route[ACTIVE] == STAGED:
         status = _run_staged(route[KIND], route[STAGED])
-        if status == APART:  # the array is not in symmetric memory on this rank, but on others
+        if status == PLACES_DIFFER:  # the array is not in symmetric memory on this rank, but on others
             _call(route[STAGED])[COUNTS] = 0
             status = _run_staged(route[KIND], route[STAGED])
     if status != WAITING:

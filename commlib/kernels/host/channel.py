@@ -21,7 +21,7 @@ from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.arrays import table as _table
 from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.stream import stream_copy
-from commlib.kernels.host.waiting import ASK, pause
+from commlib.kernels.host.waiting import LONG_WAIT, pause
 
 # Status codes. `take` returns the slot, which is not negative, if it has taken a message.
 DONE, WAITING, STOPPED, OTHER, HELD = 0, -1, -2, -3, -4
@@ -73,7 +73,7 @@ def _await(end: Any, flag: int, number: int) -> bool:
     polls = 0
     while ins.load_acquire(flag) < number:
         polls = pause(polls, end[SPINS], end[YIELDS], end[NAPS], end[NAP_MICROSECONDS])
-        if polls == ASK:
+        if polls == LONG_WAIT:
             return False
     return True
 

@@ -8,7 +8,7 @@ that reaches epoch e + 2 has seen all peers at e + 1, so all have finished readi
 A rank's line also carries the call's signature (a hash of verb, dtype, count, operation, ...). Peers compare it with
 their own before they touch any data, so a mismatch costs nothing to detect and corrupts nothing. The line also holds
 the offset of the call's arrays in symmetric memory, 0 for ordinary arrays. If ranks make the same call on memory that
-does not correspond, all of them detect it (APART) and fall back to the slots.
+does not correspond, all of them detect it (PLACES_DIFFER) and fall back to the slots.
 
 A rank that gives up the group in the middle of a call may have arrived before its peers. Its line therefore also holds
 the epoch from which its arrivals are void: peers wait as if it had not arrived, until Python reports the reason.
@@ -35,16 +35,16 @@ from numba.core import types
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.stream import stream_copy
-from commlib.kernels.host.waiting import ASK, pause
+from commlib.kernels.host.waiting import LONG_WAIT, pause
 
 # Status codes.
-DONE, WAITING, MISMATCH, BROKEN, APART = range(5)
+DONE, WAITING, MISMATCH, BROKEN, PLACES_DIFFER = range(5)
 _PASSED = -1  # within a kernel: this rank has done its part
 
 # The board: one line per rank, two cache lines wide because CPUs prefetch in pairs. Byte offsets in a line:
-LINE_BYTES, ARRIVED, GIVEN_UP, SIGNATURES, PLACES = 128, 0, 8, 16, 32
+LINE_BYTES, ARRIVED, ABANDONED, SIGNATURES, PLACES = 128, 0, 8, 16, 32
 
-# Value of GIVEN_UP while a rank has not given up.
+# Value of ABANDONED while a rank has not abandoned the board.
 NEVER = 1 << 62
 
 # Bytes of each buffer that are reduced at once: far less than the L2 cache, far more than the cost of a call.
@@ -148,15 +148,15 @@ def _await_peers(call: Any, control: Any) -> int:
     for step in range(1, size):
         peer = (control[RANK] + step) % size
         line = board + peer * LINE_BYTES
-        while ins.load_acquire(line + ARRIVED) < epoch or ins.load_acquire(line + GIVEN_UP) <= epoch:
+        while ins.load_acquire(line + ARRIVED) < epoch or ins.load_acquire(line + ABANDONED) <= epoch:
             polls = pause(polls, call[SPINS], call[YIELDS], call[NAPS], call[NAP_MICROSECONDS])
-            if polls == ASK:
+            if polls == LONG_WAIT:
                 return WAITING
         # Even after a mismatch, wait for the other ranks: all ranks leave at the same epoch.
         if ins.load_acquire(line + SIGNATURES + 8 * (epoch & 1)) != call[SIGNATURE]:
             verdict = MISMATCH
         elif verdict == DONE and ins.load_acquire(line + PLACES + 8 * (epoch & 1)) != call[PLACE]:
-            verdict = APART
+            verdict = PLACES_DIFFER
     return verdict
 
 

@@ -36,8 +36,8 @@ from commlib.kernels.host.shm_ring import (
 
 # A posted receive: its state, its position in the order of posts, tag, target address, size of the target, size of the
 # message, and the number of a message that takes another path.
-STATE, ORDER, TAG, ADDRESS, ROOM, CAME, NUMBER, POST_FIELDS = range(8)
-FREE, POSTED_HERE, HAS_COME, COMES_ELSEWHERE = range(4)
+STATE, ORDER, TAG, ADDRESS, TARGET_BYTES, MESSAGE_BYTES, NUMBER, POST_FIELDS = range(8)
+FREE, POSTED_HERE, ARRIVED, ARRIVES_ELSEWHERE = range(4)
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -60,10 +60,10 @@ def waiting_post(end: Any, tag: int) -> int:
 def deliver(end: Any, index: int, at: int) -> None:
     """Deliver the message at an address to a posted receive. A message that does not fit is not copied."""
     post, head = _post(end, index), head_at(at)
-    post[CAME], post[NUMBER] = head[NBYTES], head[WAY_NUMBER]
-    if head[MARK] == HERE and 0 < head[NBYTES] <= post[ROOM]:
+    post[MESSAGE_BYTES], post[NUMBER] = head[NBYTES], head[WAY_NUMBER]
+    if head[MARK] == HERE and 0 < head[NBYTES] <= post[TARGET_BYTES]:
         ins.memcpy(post[ADDRESS], at + HEAD_BYTES, head[NBYTES])
-    post[STATE] = HAS_COME if head[MARK] == HERE else COMES_ELSEWHERE
+    post[STATE] = ARRIVED if head[MARK] == HERE else ARRIVES_ELSEWHERE
     end[POSTS_WAITING] -= 1
 
 
@@ -82,7 +82,7 @@ def post(at: int, tag: int, target: int, room: int) -> int:
     end[POSTED] += 1
     end[POSTS_WAITING] += 1
     posted = _post(end, index)
-    posted[ORDER], posted[TAG], posted[ADDRESS], posted[ROOM] = end[POSTED], tag, target, room
+    posted[ORDER], posted[TAG], posted[ADDRESS], posted[TARGET_BYTES] = end[POSTED], tag, target, room
     posted[STATE] = POSTED_HERE
     message = find_unexpected(end, tag)
     if message != 0:
@@ -93,7 +93,7 @@ def post(at: int, tag: int, target: int, room: int) -> int:
 
 
 @kernel(nogil=True)
-def ask(at: int, index: int, field: int) -> int:
+def read_field(at: int, index: int, field: int) -> int:
     """Return a field of a posted receive."""
     claim(at)
     value = _post(table(at, END_FIELDS), index)[field]

@@ -42,7 +42,7 @@ from commlib.kernels.host.shm_ring import (
     unit_at,
     units_of,
 )
-from commlib.kernels.host.waiting import ASK
+from commlib.kernels.host.waiting import LONG_WAIT
 
 # After this many units, an empty ring is used from its start again, because these units stay in the fastest caches.
 _SOON = 256
@@ -116,7 +116,7 @@ def put(at: int, array: int, tag: int) -> int:
             ins.store_release(note, array)
             return DONE
         polls = pause_at(end, polls)
-        if polls == ASK:
+        if polls == LONG_WAIT:
             return FULL
 
 

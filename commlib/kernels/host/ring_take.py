@@ -45,7 +45,7 @@ from commlib.kernels.host.shm_ring import (
     pause_at,
     unit_at,
 )
-from commlib.kernels.host.waiting import ASK
+from commlib.kernels.host.waiting import LONG_WAIT
 
 DRAINED = 1  # `_find` returns it if another ring follows
 
@@ -130,7 +130,7 @@ def take(at: int, array: int, tag: int) -> int:
         if status != WAITING:
             return OTHER
         polls = pause_at(end, polls)
-        if polls == ASK:
+        if polls == LONG_WAIT:
             return WAITING
 
 

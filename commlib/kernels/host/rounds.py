@@ -16,7 +16,7 @@ from commlib.kernels.host.arrays import DATA, int32, table
 from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.node import all_equal
 from commlib.kernels.host.reduce import reduce_as_written
-from commlib.kernels.host.waiting import ASK, count_late_polls, now, pause
+from commlib.kernels.host.waiting import LONG_WAIT, count_late_polls, now, pause
 
 # Status codes of `play`. DIFFERENT: some marks differ from this rank's. FAILED: CODE has the error code.
 DONE, DIFFERENT, WAITING, FAILED = 0, 1, -1, -2
@@ -55,7 +55,7 @@ def _await(program: Any, row: Any) -> Any:
         if int32(program[FLAG]) != 0:
             return DONE
         polls = pause(polls + count_late_polls(began), program[SPINS], program[YIELDS], 0, 0)
-        if polls == ASK:
+        if polls == LONG_WAIT:
             return WAITING
 
 

@@ -31,7 +31,7 @@ DONE, WAITING, STOPPED, OTHER, FULL = 0, -1, -2, -3, -4
 
 # A ring's memory: number of units that the receiver has freed; whether another ring follows; whether the receiver has
 # found it; a text with the location of the next ring. Each has one writer, and a separate cache line.
-FREED_AT, NEXT_AT, FOUND_AT, LINK_AT, LINK_BYTES, RING_AT = 0, 128, 256, 512, 1024, 4096
+FREED_AT, NEXT_AT, OPENED_AT, LINK_AT, LINK_BYTES, RING_AT = 0, 128, 256, 512, 1024, 4096
 
 UNIT = 64
 

@@ -95,7 +95,7 @@ _NO_RESULT = -1  # an empty result needs no segment
 
 # A peer: mode of its parts, bytes for this rank, their offset in TARGET, their offset in its stream; the address to
 # copy from; the address to copy to, and its bytes; rows received, and rows that the peer expects from this rank.
-MODES, LENGTH, AT, STREAM, FROM, TO, BRINGS, CAME, EXPECTS, PEER_FIELDS = range(10)
+MODES, LENGTH, AT, STREAM, FROM, TO, TARGET_BYTES, RECEIVED_ROWS, EXPECTED_ROWS, PEER_FIELDS = range(10)
 
 NOW, PULL, HELD, PUSH, READ, LATE = range(6)
 
@@ -228,7 +228,7 @@ def _read_notes(uneven: Any, control: Any) -> None:
                 verdict = UNEQUAL
         else:
             parts[SPLITS + size + peer] = received
-        entry[MODES], entry[LENGTH], entry[AT], entry[CAME], entry[EXPECTS] = (
+        entry[MODES], entry[LENGTH], entry[AT], entry[RECEIVED_ROWS], entry[EXPECTED_ROWS] = (
             mode,
             received * row,
             rows * row,
@@ -243,9 +243,9 @@ def _read_notes(uneven: Any, control: Any) -> None:
             entry[FROM] = _base(uneven[PLACES], size, note[N_SEGMENT], peer) + note[N_OFFSET] + begin * row
         elif mode == READ:
             entry[FROM] = note[N_ADDRESS] + begin * row
-        entry[BRINGS] = 0
+        entry[TARGET_BYTES] = 0
         if in_reach and peer != rank and note[N_OUT_SEGMENT] > 0 and expects == parts[SPLITS + peer]:
-            entry[BRINGS] = expects * row
+            entry[TARGET_BYTES] = expects * row
             entry[TO] = _base(uneven[PLACES], size, note[N_OUT_SEGMENT], peer) + note[N_OUT_OFFSET]
             entry[TO] += note[HEAD + size + 1 + rank] * row
         if mode in (NOW, LATE):
@@ -340,12 +340,12 @@ def _move(uneven: Any, control: Any) -> None:
     for step in range(size):
         number = (rank + step) % size
         peer = _peer(uneven, number)
-        if uneven[MODE] == PUSH and peer[BRINGS] > 0:
+        if uneven[MODE] == PUSH and peer[TARGET_BYTES] > 0:
             parts = _table(uneven[PARTS], SPLITS + 2 * size)
             offset = 0
             for other in range(number):
                 offset += parts[SPLITS + other]
-            _copy(peer[TO], uneven[SOURCE] + offset * uneven[ROW], peer[BRINGS])
+            _copy(peer[TO], uneven[SOURCE] + offset * uneven[ROW], peer[TARGET_BYTES])
         if uneven[VERDICT] != DONE or peer[LENGTH] == 0:
             continue
         target = uneven[TARGET] + peer[AT]

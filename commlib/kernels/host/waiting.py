@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from commlib.kernels.host import intrinsics as ins
 
-ASK = -1  # after a long wait: Python checks for signals and failures
+LONG_WAIT = -1  # after a long wait: Python checks for signals and failures
 
 # Nanoseconds for which a yield counts as one. On an idle core a yield takes less. If other processes compute, each uses
 # up its time slice first. Thousands of such yields would delay a warning, a timeout or Ctrl-C by half a minute. A
@@ -46,7 +46,7 @@ def count_late_polls(began: int) -> Any:
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def pause(polls: int, spins: int, yields: int, naps: int, microseconds: int) -> Any:
-    """Pause after `polls` polls, longer for later ones; return the new number of polls, or ASK.
+    """Pause after `polls` polls, longer for later ones; return the new number of polls, or LONG_WAIT.
 
     spins: polls by spinning. yields: then polls by yielding, or for at most as long as these would take. naps: then
     sleeps of some `microseconds` each.
@@ -64,5 +64,5 @@ def pause(polls: int, spins: int, yields: int, naps: int, microseconds: int) -> 
     elif polls <= spins + yields + naps:
         ins.usleep(microseconds)
     else:
-        return ASK
+        return LONG_WAIT
     return polls

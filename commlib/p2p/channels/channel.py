@@ -88,7 +88,7 @@ class Channel:
         self.dtype, self.depth = ends.dtype, ends.terms.depth
         self._put, self._out = ends.outgoing.put, ends.outgoing.at
         self._take, self._in, self._views = ends.incoming.take, ends.incoming.at, ends.incoming.views
-        self._free_slot, self._lent = ends.outgoing.free_slot, ends.outgoing.lent
+        self._free_slot, self._lent = ends.outgoing.free_slot, ends.outgoing.buffers
         self._hand_back = ends.incoming.hand_back
         self._failure: CommlibError | None = None
         self._is_closed = False
@@ -464,7 +464,7 @@ class Channel:
         if self._failure is None:
             self._failure = error
             self.ends.halt()
-            self.ends.tell(f"has given up this channel ({type(error).__name__}: {error})", failed=True)
+            self.ends.notify(f"has given up this channel ({type(error).__name__}: {error})", failed=True)
             self._end_queue(error)
 
     # Queued sends. The poller's thread sends them, where no signal handler can interrupt
@@ -478,7 +478,7 @@ class Channel:
                 if not self.ends.try_connect(self._group, self.text):
                     return False
                 self._refuse_unreachable(work.description)
-                if not end.has_room() or (array := work.made()) is None:
+                if not end.has_room() or (array := work.make_array()) is None:
                     return False
                 end.send(array, work.description, _raise_no_room)
                 with suppress(ValueError):  # another thread has failed it

@@ -374,7 +374,7 @@ class _EdgeCheck:
     def done(self) -> bool:
         if not self._edge.is_due:
             return False
-        self._ends.mailbox.ask(self._ends.address.peer)
+        self._ends.mailbox.poll(self._ends.address.peer)
         if (bye := self._ends.bye()) is not None and bye["failed"]:
             self._edge.fail()
         return self._edge.look()

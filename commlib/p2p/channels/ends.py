@@ -75,7 +75,7 @@ class ChannelEnds:
 
     def hello(self) -> dict[str, Any]:
         """Return the content of this side's hello message."""
-        place = self.incoming.made.place if isinstance(self.incoming, Inbox) else None
+        place = self.incoming.peer_memory.place if isinstance(self.incoming, Inbox) else None
         content: dict[str, Any] = {"error": "", "terms": str(self.terms), "tag": self._tag, "inbox": place}
         return content if self.device is None else content | {"device": self.device.hello()}
 
@@ -128,7 +128,7 @@ class ChannelEnds:
             self.outgoing.connect(hello["tag"])
         self.incoming.connect()
         if self.device is not None:
-            self.device.meet(hello["device"])
+            self.device.accept(hello["device"])
             self.mailbox.post(self.address, "device", **self.device.verdict())
             self.mailbox.expect(self.address, "device")
         self._has_handshaken = True
@@ -140,7 +140,7 @@ class ChannelEnds:
 
     def may_be_received(self) -> bool:
         """Return whether the other side may still receive messages, as far as is known; poll for its next message."""
-        self.mailbox.ask(self.address.peer)
+        self.mailbox.poll(self.address.peer)
         return not self.is_closed and self.bye() is None
 
     def halt(self) -> None:
@@ -148,7 +148,7 @@ class ChannelEnds:
         self.outgoing.halt(yes=True)
         self.incoming.halt(yes=True)
 
-    def tell(self, reason: str, *, failed: bool = False) -> None:
+    def notify(self, reason: str, *, failed: bool = False) -> None:
         """Send the other side the reason for this side's end, once. failed: the end is due to an error."""
         if not self.has_notified and not forks.is_child():
             self.has_notified = True

@@ -20,8 +20,8 @@ from commlib.p2p.channels.node_end import (
     MAPPED_BY_RECEIVER,
     MAPPED_BY_SENDER,
     NodeEnd,
-    ask_python,
-    ask_python_too,
+    defer_array_to_python,
+    defer_to_python,
     inbox_bytes,
 )
 from commlib.p2p.channels.payload import PayloadFormat, Shape
@@ -39,15 +39,15 @@ class Inbox(NodeEnd):
     ) -> None:
         super().__init__(form, shape, dtype, depth, spins)
         nbytes = form.nbytes(shape)
-        self.made = PeerMemory(inbox_bytes(depth, nbytes), is_named=is_named)
-        self._lay_out_inbox(self.made.memory, nbytes)
+        self.peer_memory = PeerMemory(inbox_bytes(depth, nbytes), is_named=is_named)
+        self._lay_out_inbox(self.peer_memory.memory, nbytes)
         self._mapped_before: list[tuple[int, int, int]] = []  # earlier slot memory: start, stride, stop
         self._decoded_before: list[tuple[int, Array]] = []  # views of an earlier shape, with their slots
         self._lock = threading.Lock()
         self.views = [form.view(slot, shape) for slot in self._slots]
         """The view for each slot number that `take` returns."""
-        self.take = _take if form.is_plain else ask_python
-        self.hand_back = _hand_back if form.is_plain and ARRAYS_ARE_WHERE_EXPECTED else ask_python_too
+        self.take = _take if form.is_plain else defer_to_python
+        self.hand_back = _hand_back if form.is_plain and ARRAYS_ARE_WHERE_EXPECTED else defer_array_to_python
 
     @property
     def is_settled(self) -> bool:
@@ -126,4 +126,4 @@ class Inbox(NodeEnd):
     def close(self) -> None:
         """Drop the memory; it stays alive while arrays of it are in use."""
         self.halt(yes=True)
-        self.made.withdraw()
+        self.peer_memory.withdraw()

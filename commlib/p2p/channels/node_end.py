@@ -129,11 +129,11 @@ def inbox_bytes(depth: int, nbytes: int) -> int:
     return _data_offset(depth) + (0 if nbytes <= kernels.INLINE_BYTES else depth * stride_of(nbytes))
 
 
-def ask_python(at: int) -> int:
+def defer_to_python(at: int) -> int:
     """Replace a kernel where Python must handle the call."""
     return kernels.OTHER
 
 
-def ask_python_too(at: int, array: int) -> int:
+def defer_array_to_python(at: int, array: int) -> int:
     """Replace a kernel that takes an array."""
     return kernels.OTHER

@@ -21,8 +21,8 @@ from commlib.p2p.channels.node_end import (
     MAPPED_BY_RECEIVER,
     MAPPED_BY_SENDER,
     NodeEnd,
-    ask_python,
-    ask_python_too,
+    defer_array_to_python,
+    defer_to_python,
     stride_of,
 )
 from commlib.p2p.channels.payload import PayloadFormat, Shape
@@ -47,10 +47,10 @@ class Outbox(NodeEnd):
         self._larger: dict[int, PeerMemory] = {}  # memory for messages that are too long for the inbox, by number
         self._created = 0  # how many of these were made
         self._owner = 0  # the thread that has reserved a slot
-        self.put = _put if form.is_plain and ARRAYS_ARE_WHERE_EXPECTED else ask_python_too
-        self.lent: list[Array] = []
+        self.put = _put if form.is_plain and ARRAYS_ARE_WHERE_EXPECTED else defer_array_to_python
+        self.buffers: list[Array] = []
         """For each slot, the array in which `buffer` lets the user write the next message."""
-        self.free_slot = _free_slot if form.is_plain else ask_python
+        self.free_slot = _free_slot if form.is_plain else defer_to_python
         self._agree(shape)
 
     def connect(self, place: MemoryPlace) -> None:
@@ -71,7 +71,7 @@ class Outbox(NodeEnd):
         self._end[kernels.DESCR], self._end[kernels.NDIM] = id(self._dtype), len(shape)
         self._end[kernels.SHAPE], self._end[kernels.NBYTES] = self._lengths.ctypes.data, self.form.nbytes(shape)
         if self.form.is_plain:
-            self.lent[:] = [self.form.view(slot, shape) for slot in self._slots]
+            self.buffers[:] = [self.form.view(slot, shape) for slot in self._slots]
 
     def has_room(self) -> bool:
         """Return whether the next message can be sent without waiting."""
@@ -123,7 +123,7 @@ class Outbox(NodeEnd):
             return np.empty(shape, self._dtype)
         slot = self._until(_reserve, on_wait)
         _let_go(self.at)
-        return self.lent[slot] if shape == self.shape else self.form.view(self._slots[slot], shape)
+        return self.buffers[slot] if shape == self.shape else self.form.view(self._slots[slot], shape)
 
     @property
     def is_settled(self) -> bool:

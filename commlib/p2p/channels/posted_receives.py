@@ -27,7 +27,7 @@ from commlib.kernels.host.network_channel import (
     WHAT,
 )
 from commlib.kernels.host.node import entry_point
-from commlib.p2p.channels.node_end import ask_python, ask_python_too
+from commlib.p2p.channels.node_end import defer_array_to_python, defer_to_python
 from commlib.p2p.channels.posted_end import GROW, TAIL, PostedEnd, PostedSlot, head_bytes
 from commlib.transport.base import WaitHook
 from commlib.transport.polling import poll
@@ -46,8 +46,8 @@ class PostedReceives(PostedEnd):
         self._old_views: list[Array] = []  # unreleased views of earlier, smaller memory
         self.views: list[Array] = []
         """The view for each slot number that `take` returns."""
-        self.take = _take if self._is_compiled else ask_python
-        self.hand_back = _hand_back if self._is_compiled else ask_python_too
+        self.take = _take if self._is_compiled else defer_to_python
+        self.hand_back = _hand_back if self._is_compiled else defer_array_to_python
         self._post_all()
 
     is_settled = True

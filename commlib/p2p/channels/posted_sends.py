@@ -14,7 +14,7 @@ from commlib.kernels.host import network_channel as kernels
 from commlib.kernels.host.channel import COUNT, DESCR, NBYTES, NDIM, SHAPE, SLOT, SPEC
 from commlib.kernels.host.network_channel import KIND, LENGTHS, NUMBER, WHAT
 from commlib.kernels.host.node import entry_point
-from commlib.p2p.channels.node_end import ask_python, ask_python_too
+from commlib.p2p.channels.node_end import defer_array_to_python, defer_to_python
 from commlib.p2p.channels.payload import Shape
 from commlib.p2p.channels.posted_end import DATA, GROW, GROWTH, TAIL, PostedEnd, PostedSlot, head_bytes
 from commlib.transport.base import Request, WaitHook
@@ -33,16 +33,16 @@ class PostedSends(PostedEnd):
         """Whether a message may be in flight, as of the last poll."""
         self._announced: list[tuple[Request, Array]] = []
         self._passed: list[PostedSlot] = []  # slots of an earlier size, perhaps still sending
-        self.lent: list[Array] = []
+        self.buffers: list[Array] = []
         """For each slot, the array in which `buffer` lets the user write the next message."""
-        self.put = _put if self._is_compiled else ask_python_too
-        self.free_slot = _free_slot if self._is_compiled else ask_python
+        self.put = _put if self._is_compiled else defer_array_to_python
+        self.free_slot = _free_slot if self._is_compiled else defer_to_python
         self._make_slots()
         self._agree(self.shape)
 
     def _make_slots(self) -> None:
         super()._make_slots()
-        self.lent[:] = [slot.payload(0) for slot in self._slots]
+        self.buffers[:] = [slot.payload(0) for slot in self._slots]
 
     def _agree(self, shape: Shape) -> None:
         """Prepare `put` for arrays of this shape."""
@@ -124,7 +124,7 @@ class PostedSends(PostedEnd):
         slot.shape, slot.view = x.shape, self.form.view(payload, x.shape) if self.form.is_plain else None
         index = int(self._end[SLOT])
         if slot.view is not None:
-            self.lent[index] = slot.view
+            self.buffers[index] = slot.view
         self._end[COUNT] += 1
         self._end[SLOT] = (index + 1) % self._depth
         self._owner, self.is_half_way = 0, False

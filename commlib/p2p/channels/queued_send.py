@@ -41,7 +41,7 @@ class QueuedSend(Work):
         self._make, self.watch, self._move, self._wait_for = make, watch, move, wait_for
         self.array: Array | None = None
 
-    def made(self) -> Array | None:
+    def make_array(self) -> Array | None:
         """Return the array to send, made only once; None while it is not ready."""
         if self.array is None:
             self.array = self._make()

@@ -142,7 +142,7 @@ class Channels:
     def _log_path(self, group: Group, ends: ChannelEnds) -> None:
         """Log why device channels use host memory, once for each reason."""
         edge, peer = ends.device, ends.address.peer
-        why = "" if edge is None else edge.refusal or edge.apart
+        why = "" if edge is None else edge.refusal or edge.host_slots_reason
         if edge is None or not why or why in self._printed or group.rank > peer:
             return
         self._printed.add(why)
@@ -156,7 +156,7 @@ class Channels:
     def look(self, peer: int) -> None:
         """Poll for the control messages of another rank, and free unused channels. Never blocks."""
         if self._mailbox is not None:
-            self._mailbox.ask(peer)
+            self._mailbox.poll(peer)
         if self._dropped:
             self.sweep()
 
@@ -170,7 +170,7 @@ class Channels:
         """Notify the other side that this side has ended; free its memory, now or later. Idempotent."""
         self._open.pop(ends.address, None)
         ends.halt()
-        ends.tell(reason, failed=failed)
+        ends.notify(reason, failed=failed)
         if not ends.try_close():
             self._lingering.append(ends)
 

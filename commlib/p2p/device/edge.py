@@ -38,7 +38,7 @@ class DeviceEdge:
         self.device, self._depth, self._is_named = device, depth, is_named
         self.refusal, self.is_expected = refusal, bool(refusal) or not ipc
         """Why data goes in host messages, "" if it does not; and whether this was expected from the settings."""
-        self.apart = "" if ipc else "COMMLIB_DEVICE_IPC=0"
+        self.host_slots_reason = "" if ipc else "COMMLIB_DEVICE_IPC=0"
         """Why the slots are in host memory, "" if the devices address each other's memory."""
         self.peer = PeerProcess()
         self.outgoing: SlotSender | None = None
@@ -54,11 +54,11 @@ class DeviceEdge:
                 self.outgoing = SlotSender(device, depth, self.peer, is_named=is_named)
             except TransportError as error:
                 self.refusal = str(error)
-        if self.outgoing is not None and not self.apart:
+        if self.outgoing is not None and not self.host_slots_reason:
             try:
                 self.outgoing.make(nbytes)
             except TransportError as error:
-                self.apart = str(error)
+                self.host_slots_reason = str(error)
 
     # The handshake of the two sides
 
@@ -67,9 +67,9 @@ class DeviceEdge:
         content: dict[str, Any] = self.verdict() | {"process": 0 if self._is_named else os.getpid()}
         return content if self.outgoing is None else content | self.outgoing.hello()
 
-    def meet(self, hello: dict[str, Any]) -> None:
-        """Try the other side's sender; set `refusal` and `apart` to the obstacles found here."""
-        self.peer.meet(hello["process"])
+    def accept(self, hello: dict[str, Any]) -> None:
+        """Try the other side's sender; set `refusal` and `host_slots_reason` to the obstacles found here."""
+        self.peer.identify(hello["process"])
         if self.refusal or hello["refusal"]:
             self.refusal = self.refusal or hello["refusal"]
             return
@@ -78,23 +78,26 @@ class DeviceEdge:
         except TransportError as error:
             self.refusal = str(error)
             return
-        self.apart = self.apart or hello["apart"]
-        if not self.apart:
+        self.host_slots_reason = self.host_slots_reason or hello["host_slots_reason"]
+        if not self.host_slots_reason:
             try:
                 self.incoming.switch_memory(hello["memory"])
             except TransportError as error:
-                self.apart = str(error)
+                self.host_slots_reason = str(error)
 
     def verdict(self) -> dict[str, str]:
         """Return the obstacles found on this side."""
-        return {"refusal": self.refusal[:1000], "apart": self.apart[:1000]}
+        return {"refusal": self.refusal[:1000], "host_slots_reason": self.host_slots_reason[:1000]}
 
     def settle(self, verdict: dict[str, str]) -> None:
         """Add the other side's obstacles. From now on the path of messages is decided."""
-        self.refusal, self.apart = self.refusal or verdict["refusal"], self.apart or verdict["apart"]
+        self.refusal, self.host_slots_reason = (
+            self.refusal or verdict["refusal"],
+            self.host_slots_reason or verdict["host_slots_reason"],
+        )
         if self.outgoing is not None:
             self.outgoing.connect()
-            if self.apart:
+            if self.host_slots_reason:
                 self.outgoing.use_host_slots()
         if self.refusal and self.is_over:
             self._close_directions()
@@ -117,7 +120,7 @@ class DeviceEdge:
             self._let_go(f"the device of this rank is lost: {error}")
             self.is_broken = True
             return True
-        if self.peer.is_gone:
+        if self.peer.has_exited:
             self._let_go("the process of the other rank is gone")
         elif self._failed_at and time.monotonic() > self._failed_at + PATIENCE:
             self._let_go(f"the channel has failed, and its streams did not end within {PATIENCE} s")

@@ -48,7 +48,7 @@ class SlotFlags:
         return cls(peer_memory.memory, depth), peer_memory
 
     @classmethod
-    def found(cls, place: MemoryPlace, depth: int) -> SlotFlags:
+    def open(cls, place: MemoryPlace, depth: int) -> SlotFlags:
         """Return the flags that another rank has made. Raises TransportError."""
         try:
             return cls(PeerMapping(place), depth)
@@ -69,27 +69,27 @@ class SlotFlags:
         for word in (*self.filled, *self.freed):
             ctypes.c_uint32.from_address(word).value = (number + AHEAD) % NUMBERS
 
-    def signals(self, device: Device, tell: Sequence[int], hear: Sequence[int]) -> SlotSignals:
-        """Return the signals that write flags (tell) and wait for flags (hear), by slot. Raises TransportError."""
-        return SlotSignals(device, self._memory, tell, hear)
+    def signals(self, device: Device, writes: Sequence[int], waits: Sequence[int]) -> SlotSignals:
+        """Return signals that write flags (`writes`) and wait for flags (`waits`), by slot. Raises TransportError."""
+        return SlotSignals(device, self._memory, writes, waits)
 
 
 class SlotSignals:
     """One signal for each slot that writes its flag, and one that waits for it."""
 
-    def __init__(self, device: Device, memory: PeerMapping, tell: Sequence[int], hear: Sequence[int]) -> None:
+    def __init__(self, device: Device, memory: PeerMapping, writes: Sequence[int], waits: Sequence[int]) -> None:
         self._all = [
             device.signals(HostMemory(memory, [memory.address]), [], [])
         ]  # registers the memory with the device
         host: Any = HostMemory(memory, [])
         try:
-            self.tell: list[Signals] = [device.signals(host, [word], []) for word in tell]
-            self.hear: list[Signals] = [device.signals(host, [], [word]) for word in hear]
+            self.writes: list[Signals] = [device.signals(host, [word], []) for word in writes]
+            self.waits: list[Signals] = [device.signals(host, [], [word]) for word in waits]
             trial = device.signals(host, [memory.address + _TRIAL], [memory.address + _TRIAL])
-            self._all += [*self.tell, *self.hear, trial]
+            self._all += [*self.writes, *self.waits, trial]
             # The driver reports missing support only on the first use.
             with device.using(device.stream()):
-                trial.meet(1)
+                trial.queue(1)
                 self.trial: DeviceEvent = device.current().record()
                 """The event after the trial, which uses the flags."""
         except TransportError:

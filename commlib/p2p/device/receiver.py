@@ -18,7 +18,7 @@ class SlotReceiver:
     def __init__(self, device: Device, depth: int, hello: dict[str, Any]) -> None:
         """Raises TransportError if the device cannot wait for the sender's flags."""
         self._device, self._depth = device, depth
-        self.words = SlotFlags.found(tuple(hello["words"]), depth)
+        self.words = SlotFlags.open(tuple(hello["words"]), depth)
         self.count = 0
         """The number of received messages."""
         self.under_way = InFlight(device)
@@ -40,13 +40,13 @@ class SlotReceiver:
     def take(self, into: DeviceArray) -> None:
         """Queue on the current stream: wait for the next message, copy it, and set the flag that frees its slot."""
         slot, number = self.count % self._depth, (self.count + 1) % NUMBERS
-        self._signals.hear[slot].meet(number)
+        self._signals.waits[slot].queue(number)
         if into.nbytes:
             assert self._memory is not None
             start = self._memory.address + slot * self._stride
             source = DeviceArray(self._device, start, (into.nbytes,), "uint8", self._memory)
             self._device.copy(into.reshape(-1).view("uint8"), source)
-        self._signals.tell[slot].meet(number)
+        self._signals.writes[slot].queue(number)
         self.count += 1
         self.under_way.note()
         if self._before:

@@ -65,7 +65,7 @@ class SlotSender:
         words, number, peer = self.words, self._generation, self._peer
 
         def is_unused() -> bool:
-            return words.closed >= number or peer.is_gone
+            return words.closed >= number or peer.has_exited
 
         # Arrays from `lend` may outlive this object. At exit the driver may be unloaded before a finalizer runs.
         weakref.finalize(slots, defer_free, exported.free, is_unused).atexit = False
@@ -91,7 +91,7 @@ class SlotSender:
         slot = self._slot(x.nbytes)
         if x.nbytes and x.address != slot.address:
             self.device.copy(slot, x.reshape(-1).view("uint8"))
-        self._signals.tell[self.count % self._depth].meet((self.count + 1) % NUMBERS)
+        self._signals.writes[self.count % self._depth].queue((self.count + 1) % NUMBERS)
         self.count += 1
         self.under_way.note()
         news, self._news = self._news, ""
@@ -99,7 +99,7 @@ class SlotSender:
 
     def _await_freed(self) -> None:
         if self.count >= self._depth:
-            self._signals.hear[self.count % self._depth].meet((self.count + 1 - self._depth) % NUMBERS)
+            self._signals.waits[self.count % self._depth].queue((self.count + 1 - self._depth) % NUMBERS)
 
     def _slot(self, nbytes: int) -> DeviceArray:
         assert self._slots is not None
@@ -155,13 +155,13 @@ def free_unused() -> None:
 
 
 class PeerProcess:
-    """The other side's process, unknown until `meet`."""
+    """The other side's process, unknown until `identify`."""
 
     def __init__(self) -> None:
         self._number, self._connect_time = 0, 0.0
         self._has_exited = False
 
-    def meet(self, number: int) -> None:
+    def identify(self, number: int) -> None:
         """Set its process id; 0 if the id has no meaning on this side."""
         self._number, self._connect_time = number, time.time()
 
@@ -170,7 +170,7 @@ class PeerProcess:
         self._has_exited = self._has_exited or not self._connect_time
 
     @property
-    def is_gone(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether the process has ended."""
         if not self._has_exited and self._number not in (0, os.getpid()):
             self._has_exited = not shared_memory.may_own(self._number, self._connect_time)

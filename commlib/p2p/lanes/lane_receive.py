@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from commlib.kernels.host.ring_posts import COMES_ELSEWHERE, POSTED_HERE
+from commlib.kernels.host.ring_posts import ARRIVES_ELSEWHERE, POSTED_HERE
 from commlib.kernels.host.shm_ring import MOST_TAGS
 from commlib.p2p.lanes.receive_pieces import Landed, ReceivePieces
 from commlib.p2p.lanes.receiver import RingReceiver
@@ -43,9 +43,9 @@ class LaneReceive:
         state = lane.state(self._number)
         if state == POSTED_HERE:
             return False
-        nbytes, number = lane.came(self._number)
+        nbytes, number = lane.arrival(self._number)
         self.nbytes = nbytes if nbytes <= len(self._into) else -1
-        if state != COMES_ELSEWHERE:
+        if state != ARRIVES_ELSEWHERE:
             return True
         into = memoryview(bytearray(nbytes)) if self.nbytes < 0 else self._into[:nbytes]
         piece, tag = divmod(number, MOST_TAGS)

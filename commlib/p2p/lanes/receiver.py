@@ -22,7 +22,7 @@ from commlib.transport.base import Transport
 take, look_into = entry_point(ring_take.take, 3), entry_point(ring_take.look)
 _post, _query, _withdraw, _forget = (
     entry_point(ring_posts.post, 4),
-    entry_point(ring_posts.ask, 3),
+    entry_point(ring_posts.read_field, 3),
     entry_point(ring_posts.withdraw, 2),
     entry_point(ring_posts.forget, 2),
 )
@@ -60,10 +60,10 @@ class RingReceiver:
         if not self.is_connected:
             self._mailbox.expect(self._address, LETTER)
 
-    def ask(self) -> None:
+    def repeat_request(self) -> None:
         """Repeat the request for the sender's message, during a long wait."""
         if not self.is_connected:
-            self._mailbox.ask(self.peer)
+            self._mailbox.poll(self.peer)
 
     def look(self) -> None:
         """Deliver arrived messages to the posted receives. Never blocks. Raises TransportError."""
@@ -87,9 +87,9 @@ class RingReceiver:
     def state(self, number: int) -> int:
         return _query(self.at, number, ring_posts.STATE)
 
-    def came(self, number: int) -> tuple[int, int]:
+    def arrival(self, number: int) -> tuple[int, int]:
         """Return the bytes received for a post, and the number of a message that arrives by MPI: see `announce`."""
-        return _query(self.at, number, ring_posts.CAME), _query(self.at, number, ring_posts.NUMBER)
+        return _query(self.at, number, ring_posts.MESSAGE_BYTES), _query(self.at, number, ring_posts.NUMBER)
 
     def withdraw(self, number: int) -> bool:
         """Withdraw a post; return False if its message has arrived."""
@@ -123,7 +123,7 @@ class RingReceiver:
             ) from None
         self._rings.add(number + 1, mapped.address, mapped)
         if go_on(self.at, number, mapped.address, (nbytes - ring.RING_AT) // ring.UNIT, 0, 0) == ring.DONE:
-            mapped.array(ring.FOUND_AT, 8).view(np.int64)[0] = 1
+            mapped.array(ring.OPENED_AT, 8).view(np.int64)[0] = 1
         else:
             self._rings.drop(mapped.address)
         self._rings.drop_before(int(self._end[ring.RING]))

@@ -16,14 +16,14 @@ class ShmRing:
 
     def __init__(self, number: int, units: int, *, is_named: bool) -> None:
         self.number, self.units = number, units
-        self.made = PeerMemory(kernels.RING_AT + units * kernels.UNIT, is_named=is_named)
-        self.address = self.made.memory.address
-        self._found_flag = self.made.memory.array(kernels.FOUND_AT, 8).view(np.int64)
+        self.peer_memory = PeerMemory(kernels.RING_AT + units * kernels.UNIT, is_named=is_named)
+        self.address = self.peer_memory.memory.address
+        self._opened_flag = self.peer_memory.memory.array(kernels.OPENED_AT, 8).view(np.int64)
 
     @property
     def is_found(self) -> bool:
         """Whether the receiver has mapped the ring."""
-        return bool(self._found_flag[0])
+        return bool(self._opened_flag[0])
 
 
 class RingRegistry:
@@ -46,7 +46,7 @@ class RingRegistry:
 
     def drop(self, ring: ShmRing) -> None:
         """Withdraw a ring. Idempotent."""
-        ring.made.withdraw()
+        ring.peer_memory.withdraw()
         self._unfound.pop(ring, None)
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class RingSender:
         self._end[kernels.SPINS : kernels.NAP_MICROSECONDS + 1] = waiting_fields(spins)
         self._end[kernels.DTYPES], self._end[kernels.LONGEST] = arrays.DTYPES_AT, LONGEST_BYTES
         ring = rings.make(1, _UNITS, is_named=is_named)
-        self.first: MemoryPlace = ring.made.place
+        self.first: MemoryPlace = ring.peer_memory.place
         self._keep_alive = KeepAlive()
         self._keep_alive.add(1, ring.address, ring)
         go_on(self.at, 0, ring.address, ring.units, 0, 0)
@@ -90,7 +90,7 @@ class RingSender:
         number, units = int(self._end[kernels.RING]), int(self._end[kernels.UNITS])
         ring = self._rings.make(number + 1, min(2 * units, _MOST_UNITS), is_named=self._is_named)
         self._keep_alive.add(ring.number, ring.address, ring)
-        text = np.frombuffer(json.dumps(ring.made.place).encode() + b"\0", np.uint8)
+        text = np.frombuffer(json.dumps(ring.peer_memory.place).encode() + b"\0", np.uint8)
         assert len(text) <= kernels.LINK_BYTES
         if go_on(self.at, number, ring.address, ring.units, address_of(text), len(text)) != kernels.DONE:
             self._rings.drop(ring)

@@ -102,7 +102,7 @@ class AxisWatch:
         """Whether one more tensor can be recorded now."""
         return self.on and not self.is_hidden and len(self.notes) < _NOTES
 
-    def taken(self) -> list[Note]:
+    def take(self) -> list[Note]:
         """Return the recorded notes, and clear them."""
         notes, self.notes = self.notes, []
         return notes
@@ -125,15 +125,15 @@ def note_tensor(
     *,
     is_gradient: bool = False,
     is_part: bool = False,
-    tells: bool = True,
+    positions_differ: bool = True,
 ) -> Note:
     """Return a note of a tensor. dtype: the framework's. sample: elements of it, at a `stride`; all for integers.
 
-    tells: whether positions of a shard differ from one another, so that equal shards mean the same sequence.
+    positions_differ: whether positions of a shard differ from one another, so that equal shards mean the same sequence.
     """
     if is_part or sample.dtype.kind not in "fc":
         digest = zlib.crc32(np.ascontiguousarray(sample).tobytes())
-        return Note(what, layer, shape, dtype, float(tells), digest, is_part=is_part)
+        return Note(what, layer, shape, dtype, float(positions_differ), digest, is_part=is_part)
     flat = sample.reshape(-1)
     flat = (flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat).astype(np.float64)
     if not is_gradient and np.isinf(flat).any():  # a mask that is added to scores

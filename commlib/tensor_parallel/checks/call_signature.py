@@ -96,13 +96,13 @@ def kind_of(value: Any, kind_of_other: Callable[[Any], Hashable] = lambda _: Non
 class _ArgumentWalk:
     """A walk through an argument.
 
-    other: the framework's description. within: whether it is inside a function or object. left: remaining budget.
+    other: the framework's description. within: whether it is inside a function or object. budget: remaining budget.
     """
 
-    __slots__ = ("_depth", "_signatures", "_temporaries", "left", "other", "within")
+    __slots__ = ("_depth", "_signatures", "_temporaries", "budget", "other", "within")
 
     def __init__(self, other: Callable[[Any], Any]) -> None:
-        self.other, self.within, self.left = other, False, _MOST
+        self.other, self.within, self.budget = other, False, _MOST
         self._depth = 0
         self._signatures: dict[int, Any] = {}
         self._temporaries: list[Any] = []
@@ -127,11 +127,11 @@ class _ArgumentWalk:
         cached = self._signatures.get(id(value))
         if cached is not None:
             return cached
-        if self.left <= 0 or self._depth == _DEEP:
+        if self.budget <= 0 or self._depth == _DEEP:
             return _beyond_budget(value)
         self._signatures[id(value)] = _AGAIN, self._depth
         self._depth += 1
-        self.left -= 1
+        self.budget -= 1
         signature = handle(value, self)
         self._depth -= 1
         self._signatures[id(value)] = signature
@@ -246,7 +246,7 @@ def _reference(value: Any, walk: _ArgumentWalk) -> Any:
 
 def _tuple(value: Any, walk: _ArgumentWalk) -> Any:
     length = tuple.__len__(value)
-    walk.left -= length
+    walk.budget -= length
     if length > _LONG:
         sample = tuple.__getitem__(value, slice(None, None, length // _SAMPLE | 1))
         return type(value), length, frozenset([walk.of(one) for one in sample])
@@ -273,7 +273,7 @@ def _elements(value: Any, walk: _ArgumentWalk, length: int, sample: list[Any]) -
         types = set()
     if types and types <= _BATCHES:
         return (type(value), frozenset(), False) if walk.within else (type(value), frozenset(types))
-    walk.left -= len(sample)
+    walk.budget -= len(sample)
     if types == _BOOL:
         return type(value), *(sample if length <= _SHORT else [one for one in (False, True) if one in value])
     kinds = [str if type(one) is str else walk.of(one) for one in sample]
@@ -288,7 +288,7 @@ def _elements(value: Any, walk: _ArgumentWalk, length: int, sample: list[Any]) -
 
 
 def _set(value: Any, walk: _ArgumentWalk) -> Any:
-    walk.left -= min(len(value), _SAMPLE)
+    walk.budget -= min(len(value), _SAMPLE)
     some = islice(value, _SAMPLE) if len(value) > _LONG else value
     return type(value), frozenset([type(one) if some is not value else walk.of(one) for one in some])
 
@@ -303,10 +303,10 @@ def _proxy(value: Any, walk: _ArgumentWalk) -> Any:
 
 def _items(items: Iterable[tuple[Any, Any]], length: int, walk: _ArgumentWalk) -> Any:
     if length > _LONG:
-        walk.left -= _SAMPLE
+        walk.budget -= _SAMPLE
         some = list(islice(items, _SAMPLE))
         return dict, frozenset([type(name) for name, _ in some]), frozenset([walk.of(one) for _, one in some])
-    walk.left -= length
+    walk.budget -= length
     return frozenset([(name if type(name) is str else _key(name, walk), walk.of(one)) for name, one in items])
 
 
@@ -334,7 +334,7 @@ def _fields(value: Any, walk: _ArgumentWalk) -> Any:
 
 def _object(value: Any, walk: _ArgumentWalk) -> Any:
     own = attributes_of(value)
-    walk.left -= len(own)
+    walk.budget -= len(own)
     kinds = walk.all_within(one for _, one in own[:_LONG])
     return type(value), frozenset(zip((name for name, _ in own), kinds, strict=False))
 

@@ -42,7 +42,7 @@ class ModelRunner(Protocol):
         evaluate: in evaluation mode. An error of the model is the run's error.
         """
 
-    def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
+    def whole_and_part(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
         """Return the unsharded call and this rank's call, in which some tensors are shards, by their indices.
 
         dims: dimension of each of these tensors. is_part: whether they are shards in the call; else they are split.
@@ -59,36 +59,36 @@ class ValueDifference:
 
     step: TraceStep
     state: Placement
-    said: str
+    text: str
     suspects: tuple[Doubt, ...] = ()
     proves: bool = False
 
     def __str__(self) -> str:
-        return f"{self.step.at}: {self.said}"
+        return f"{self.step.at}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Result of the numeric check: the reason if it could not decide ("" if it did), and the difference, if any.
 
-    failed: where a sharded run failed or broke a rule, so there is nothing to compare. met: doubts of the rules that
-    the comparison has settled. more: doubts about gradients. trusts_backward: there are functions with a backward of
-    their own, whose gradients could not be compared.
+    failed: where a sharded run failed or broke a rule, so there is nothing to compare. settled: doubts of the rules
+    that the comparison has settled. more: doubts about gradients. trusts_backward: there are functions with a backward
+    of their own, whose gradients could not be compared.
     """
 
-    untold: str = ""
+    undecided: str = ""
     difference: ValueDifference | None = None
     failed: ValueDifference | None = None
-    met: frozenset[str] = frozenset()
+    settled: frozenset[str] = frozenset()
     trusts_backward: bool = False
     more: tuple[Doubt, ...] = ()
 
-    def left(self, doubts: Sequence[Doubt]) -> list[Doubt]:
+    def open_doubts(self, doubts: Sequence[Doubt]) -> list[Doubt]:
         """Return the open doubts: about operations that did not run in the comparison, or all if none was made."""
-        if self.untold:
+        if self.undecided:
             return list(doubts)
         kinds = ("unknown", "unseen", "number")
-        relevant = (one for one in doubts if (one.stays or one.step.kind in kinds) and f"{one}" not in self.met)
+        relevant = (one for one in doubts if (one.stays or one.step.kind in kinds) and f"{one}" not in self.settled)
         return [*relevant, *self.more]
 
 
@@ -100,17 +100,17 @@ def compare_numbers(
     *,
     divided: bool,
     divided_output: bool = False,
-    came: Mapping[int, int] | None = None,
+    sharded_dims: Mapping[int, int] | None = None,
 ) -> Verdict:
     """Run a model unsharded, and as one rank with its shard, forward only; return the first difference.
 
-    divided: whether it is sharded already. came: tensors that a sharded model takes as its part of a sequence, by
-    index, with the dimension. All state is restored. Collective over the axis; all ranks return equal results.
+    divided: whether it is sharded already. sharded_dims: tensors that a sharded model takes as its part of a sequence,
+    by index, with the dimension. All state is restored. Collective over the axis; all ranks return equal results.
     """
     if axis.size == 1 or "" in styles:  # one layer, which is correct by definition
         return Verdict()
     with axis.exact():
-        both = model.apart(call, came, is_part=divided) if came else (call, call)
+        both = model.whole_and_part(call, sharded_dims, is_part=divided) if sharded_dims else (call, call)
         if not all(axis.comm.all_gather_object(both is not None)) or both is None:
             return Verdict(PARTS)
         return _compare_values(model, axis, styles, *both, divided, divided_output)
@@ -146,7 +146,7 @@ def _compare_values(
         (one for one in axis.comm.all_gather_object(_find_failure(axis, whole, own, styles, checked)) if one), None
     )
     if failed is not None:
-        return Verdict(failed.said, failed=failed)
+        return Verdict(failed.text, failed=failed)
     verdict = _RunComparison(axis, whole, own, styles, checked, divided_output).verdict()
     if verdict.difference is None:
         own_alike = _alike(whole.results, own.results) and _are_read_numbers_near(whole, own, checked)
@@ -156,7 +156,7 @@ def _compare_values(
             unsettled.add("unknown")
         settled = (one for one in checked.doubts if not one.stays and one.step.kind not in unsettled)
         more = tuple(one for one in checked.doubts if one.step.kind == "gradient")
-        return replace(verdict, met=frozenset(map(str, settled)), more=more)
+        return replace(verdict, settled=frozenset(map(str, settled)), more=more)
     if draws:
         return Verdict("it draws random numbers in evaluation mode, too")
     return Verdict(
@@ -212,7 +212,7 @@ def _why_not_reference(axis: ParallelAxis, whole: TracedRun | None, styles: Mapp
         return "it communicates outside of layers"
     if whole.hides:
         return "its layers run in functions that cannot be traced"
-    return PARTS if checked.inputs_sharded and not checked.came else ""
+    return PARTS if checked.inputs_sharded and not checked.sharded_dims else ""
 
 
 def _compare_inputs(axis: ParallelAxis, whole: TracedRun | None) -> str:
@@ -352,7 +352,9 @@ class _RunComparison:
         whole, own = self._whole.trace, self._own.trace
         for at, (value, part) in enumerate(zip(whole.outputs, own.outputs, strict=False)):
             yield f"the model's result {at}", value, part
-        for value, part in zip(whole.kept, own.kept, strict=False) if len(whole.kept) == len(own.kept) else ():
+        for value, part in (
+            zip(whole.retained, own.retained, strict=False) if len(whole.retained) == len(own.retained) else ()
+        ):
             if value not in whole.detached:
                 yield "a value kept after the model's call", value, part
 

@@ -55,10 +55,10 @@ class Model(Protocol):
     ) -> TracedRun | None:
         """Run it forward unsharded, or as one rank with its shard: see `ModelRunner` of `numeric_checks`."""
 
-    def apart(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
+    def whole_and_part(self, call: Any, dims: Mapping[int, int], *, is_part: bool) -> tuple[Any, Any] | None:
         """Return the unsharded call and this rank's call: see `ModelRunner` of `numeric_checks`."""
 
-    def given(self, call: Any) -> list[Array]:
+    def tensor_values(self, call: Any) -> list[Array]:
         """Return the values of its tensor arguments that have values."""
 
     def room(self) -> int:
@@ -122,10 +122,10 @@ def _unshard_differing(model: Model, axis: ParallelAxis, call: Any, trace: Model
         if verdict.difference is not None:
             leave_whole(trace, result, verdict.difference.step, verdict.difference.state, f"{verdict.difference}")
         elif verdict.failed is not None:
-            leave_whole(trace, result, verdict.failed.step, verdict.failed.state, verdict.failed.said)
+            leave_whole(trace, result, verdict.failed.step, verdict.failed.state, verdict.failed.text)
         else:
             doubts = check(trace, result.plan, divided_output=True, size=axis.size).doubts
-            remaining = [one for one in verdict.left(doubts) if one.is_of_gradient]
+            remaining = [one for one in verdict.open_doubts(doubts) if one.is_of_gradient]
             if not remaining:
                 return
             leave_whole(trace, result, remaining[0].step, remaining[0].state, f"{remaining[0]}")
@@ -134,7 +134,7 @@ def _unshard_differing(model: Model, axis: ParallelAxis, call: Any, trace: Model
 def _unshard_breaking(other: Model, axis: ParallelAxis, call: Any, trace: ModelTrace, result: AutoPlan) -> None:
     """Unshard layers that break a rule, or differ, in a mode in which the model deviates from its trace."""
     does, error = other.attempt(call, ())
-    same = (does.steps, does.kept) == (trace.steps, trace.kept)
+    same = (does.steps, does.retained) == (trace.steps, trace.retained)
     if any(axis.comm.all_gather_object(error is not None or same)):
         return  # a model that fails in a mode cannot be called in it
     while result.plan:
@@ -175,7 +175,7 @@ class PlanChecks:
         Rank 0 warns of doubts that neither rules nor numbers settle. Ranks must have the same values by now.
         """
         verdict = compare_numbers(self._model, self._axis, self._styles, self._call, divided=False,
-                         divided_output=self._divided_output, came=self._check_rules.came)  # fmt: skip
+                         divided_output=self._divided_output, sharded_dims=self._check_rules.sharded_dims)  # fmt: skip
         _report(verdict, self._check_rules.doubts, warns=self._axis.rank == 0)
 
     def keep_numbers(self) -> None:
@@ -294,10 +294,10 @@ def _check_first_call(axis: ParallelAxis, model: Model, call: Any, *, divided_ou
     checked = run_together(axis.comm, lambda: _check_rules(model, attempted, divided_output, axis.size))
     if checked.sequences_sharded:
         note_joined(axis.comm)
-    digest = _digest_of_parts(model.given(call), styles) if checked.sequences_sharded else 0
+    digest = _digest_of_parts(model.tensor_values(call), styles) if checked.sequences_sharded else 0
     way = digest_of(_describe_steps(attempted[0]))
     answers = axis.comm.all_gather_object(
-        (_why_not_comparable(model, axis, attempted, checked), digest, checked.came, way)
+        (_why_not_comparable(model, axis, attempted, checked), digest, checked.sharded_dims, way)
     )
     ways, fail = [way for *_, way in answers], any(text.startswith(_FAILS) for text, *_ in answers)
     if warns and len(set(ways)) > 1 and not fail:
@@ -308,16 +308,16 @@ def _check_first_call(axis: ParallelAxis, model: Model, call: Any, *, divided_ou
             f"expect each rank's part of a sequence: {DIVIDE}"
         )
     reason = next((text for text, *_ in answers if text), "")
-    verdict = Verdict(reason if all(one[2] == checked.came for one in answers) else PARTS)
+    verdict = Verdict(reason if all(one[2] == checked.sharded_dims for one in answers) else PARTS)
     fails = next((text.removeprefix(_FAILS) for text, *_ in answers if text.startswith(_FAILS)), "")
     if fails:
         _refuse_failing(axis, model, call, attempted)
-    if not verdict.untold:
+    if not verdict.undecided:
         verdict = compare_numbers(
-            model, axis, styles, call, divided=True, divided_output=divided_output, came=checked.came
+            model, axis, styles, call, divided=True, divided_output=divided_output, sharded_dims=checked.sharded_dims
         )
-    if warns and verdict.untold.startswith(OTHER_VALUES):
-        which = verdict.untold.removeprefix(OTHER_VALUES)
+    if warns and verdict.undecided.startswith(OTHER_VALUES):
+        which = verdict.undecided.removeprefix(OTHER_VALUES)
         warnings.warn(
             f"plan: ranks of {axis.comm.name} call the model with different values{which}: unsharded inputs must be "
             "the same on all of them. Give all ranks the same batches, in the same order",
@@ -386,7 +386,7 @@ def _why_not_comparable(
     trace, error = attempted
     if error is not None:
         return f"{_FAILS}{error}"
-    if checked.inputs_sharded and not checked.came:
+    if checked.inputs_sharded and not checked.sharded_dims:
         return PARTS
     # Memory of a run of the unsharded model: four bytes for each of its values, and again for the values of each rank.
     known_shapes = ((value, shape) for value, shape in trace.shapes.items() if UNKNOWN_LENGTH not in shape)
@@ -401,8 +401,8 @@ def _report(verdict: Verdict, doubts: Sequence[Doubt], *, warns: bool) -> None:
     if verdict.difference is not None:
         raise make_plan_error(verdict.difference)
     if verdict.failed is not None and verdict.failed.proves:
-        raise UsageError(verdict.failed.said)
-    _warn(verdict.left(doubts) if warns else (), verdict.untold)
+        raise UsageError(verdict.failed.text)
+    _warn(verdict.open_doubts(doubts) if warns else (), verdict.undecided)
 
 
 def describe_unchecked(model: str, layer: str) -> str:

@@ -31,7 +31,7 @@ class TracedRun:
     layers. hides: whether sharded layers ran where they could not be traced. error: the exception that ended it.
     is_custom: whether it has functions between layers with a backward of their own. arriving: gradients of layers'
     results, by value number, from the operations between those layers and the next ones; None if not requested, or if
-    there are none. zeros: weights that were replaced by placeholders, see `stand_in`.
+    there are none. zeros: weights that were replaced by placeholders, see `substitute_weights`.
     """
 
     trace: ModelTrace
@@ -109,7 +109,7 @@ def compare_runs(
     call, which must be unsharded unless divided_output is given.
     """
     states = check(whole.trace, styles, divided_output=True, size=axis.size).states
-    saved = set() if divided_output else set(whole.trace.kept) - whole.trace.detached
+    saved = set() if divided_output else set(whole.trace.retained) - whole.trace.detached
     ends = {value: COMPUTED for value in saved if states[value] == UNKNOWN and whole.trace.maker(value).inputs}
     compare(axis, [*_values(axis, whole, own, {**states, **ends}), *_gradients(whole, own)], tolerance)
 

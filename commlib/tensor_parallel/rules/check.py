@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from commlib.tensor_parallel.placements import CALLER, SHARED, Placement
-from commlib.tensor_parallel.rules import kept_values, layers, operations, shapes
+from commlib.tensor_parallel.rules import layers, operations, retained_values, shapes
 from commlib.tensor_parallel.rules.plan_error import PlanError, count_error
 from commlib.tensor_parallel.rules.value_tracker import Doubt, ValueTracker
 from commlib.tensor_parallel.styles import Column, Replicate, Style, Vocabulary
@@ -18,15 +18,15 @@ class CheckedPlan:
     """The placements of all values, and open doubts about steps that may be right or wrong.
 
     inputs_sharded: whether inputs of the model are sharded already. sequences_sharded: whether they are so along a
-    sequence. came: the sharded dimensions of such arguments, by index among the model's tensor arguments; empty if some
-    are sharded in another way.
+    sequence. sharded_dims: the sharded dimensions of such arguments, by index among the model's tensor arguments; empty
+    if some are sharded in another way.
     """
 
     states: Mapping[int, Placement]
     doubts: tuple[Doubt, ...] = ()
     inputs_sharded: bool = False
     sequences_sharded: bool = False
-    came: Mapping[int, int] = field(default_factory=dict)
+    sharded_dims: Mapping[int, int] = field(default_factory=dict)
 
 
 def check(
@@ -46,8 +46,8 @@ def check(
     if not (divided_output or "" in styles):
         for value in trace.outputs:
             _check_returned(following, value)
-        for value in trace.kept:
-            kept_values.check_kept(following, value)
+        for value in trace.retained:
+            retained_values.check_retained(following, value)
     return CheckedPlan(
         following.states,
         tuple(following.doubts),

@@ -44,7 +44,7 @@ def follow_given(following: ValueTracker, step: TraceStep) -> Placement:
             actual = f"{step.layer}'s weight is used outside it, so it has this rank's features only"
             raise PlanError(step, "inside", actual, "call the layer, or do not shard it")
         return SHARED
-    for dim, length in enumerate(step.asked if step.kind == "constant" else ()):
+    for dim, length in enumerate(step.requested if step.kind == "constant" else ()):
         for source in sorted(sources_of(length), key=repr):  # in the same order on all ranks
             if (name := attribute(source)) in following.styles:  # filled on each rank with its own number
                 return Placement("features", dim, name)
@@ -64,8 +64,8 @@ def unknown(following: ValueTracker, step: TraceStep) -> Placement:
         return equation(following, step)
     if isinstance(style, Sequence):
         _check_sequence(following, step, style)
-        if step.untold:
-            following.doubt(step, step.untold, stays=True)
+        if step.open_doubt:
+            following.doubt(step, step.open_doubt, stays=True)
         same = step.outputs and following.shape(step.inputs[0]) == following.shape(step.outputs[0])
         return following.of(step.inputs[0]) if same else UNKNOWN
     if not all(state.name == "whole" for state in states):
@@ -147,11 +147,11 @@ def equation(following: ValueTracker, step: TraceStep) -> Placement:
     if isinstance(style, Sequence) and (step.weights or step.draws or _needs_full_dim(following, step, style)):
         _check_sequence(following, step, style)
     states = [following.of(value) for value in step.inputs]
-    if step.asked and step.kind != "piece" and (expanded := _expand(following, step, states[0])) is not None:
+    if step.requested and step.kind != "piece" and (expanded := _expand(following, step, states[0])) is not None:
         return expanded
     if any(state.inner for state in states):
         return UNKNOWN
-    if states == [SHARED] and not step.asked and (repeated := _repeat(following, step)) is not None:
+    if states == [SHARED] and not step.requested and (repeated := _repeat(following, step)) is not None:
         return repeated
     refuse_unlike(following, step, states, terms.inputs)
     if not any(state.is_divided for state in states) or UNKNOWN in states:
@@ -202,9 +202,9 @@ def equation(following: ValueTracker, step: TraceStep) -> Placement:
 
 def _expand(following: ValueTracker, step: TraceStep, state: Placement) -> Placement | None:
     """Return the placement of a value that each rank repeats by a per-rank number; None if it does not."""
-    shape, rank = following.shape(step.inputs[0]), len(step.asked)
+    shape, rank = following.shape(step.inputs[0]), len(step.requested)
     shape, expanded = (1,) * (rank - len(shape)) + tuple(shape), following.shape(step.outputs[0])
-    for dim, (length, was) in enumerate(zip(step.asked, shape, strict=False)):
+    for dim, (length, was) in enumerate(zip(step.requested, shape, strict=False)):
         sources = sorted(sources_of(length), key=repr)
         own = next((name for name in map(partial(_own_number, following), sources) if name), "")
         if not own or was == expanded[dim]:
@@ -290,7 +290,7 @@ def refuse_unlike(
         return
     (label, first), *others = labels.items()
     if others:
-        raise PlanError(step, "meet", f"one is {first}, another one {others[0][1]}", "shard both the same way", first)
+        raise PlanError(step, "match", f"one is {first}, another one {others[0][1]}", "shard both the same way", first)
     _refuse_shared(following, step, [state for state, _ in divided])
     fused = {state.parts for state, _ in divided}
     if len(fused) > 1:
@@ -307,7 +307,7 @@ def refuse_unlike(
             todo = f"gather the shards of {first.by} before (Row, or gather=True), or shard this one, too"
             if first.by == CALLER:
                 todo = "pass each rank's part as an argument, or let the model shard the sequence itself"
-            raise PlanError(step, "meet", actual, todo, first)
+            raise PlanError(step, "match", actual, todo, first)
         if state.origin in ("computed", "weight") or state.learns:
             actual = f"input {at} is unsharded and another is {first}, so each rank has a partial gradient of it"
             todo = "produce it in a layer with Replicate(into_sharded=True), or a Sequence"

@@ -11,7 +11,7 @@ RULES = {
     "column": "a Column takes an unsharded input",
     "row": "a Row takes an input that a Column has sharded",
     "sequence": "a layer that gathers a sequence takes an input sharded along it",
-    "meet": "sharded values combine only with values sharded the same way",
+    "match": "sharded values combine only with values sharded the same way",
     "needs": "an operation that needs a full dimension takes no value sharded along it",
     "gradient": "unsharded weights take gradients from unsharded values",
     "features": "values for each feature are sharded like the features",
@@ -23,7 +23,7 @@ RULES = {
     "shape": "on a rank only the sharded dimension is shorter",
     "partial": "a value computed from one rank's shard is no result",
     "output": "a model returns unsharded values",
-    "kept": "values kept after a model's call are unsharded",
+    "retained": "values kept after a model's call are unsharded",
     "tied": "tied weights need one style",
     "inside": "a sharded weight is used only by its own layer",
 }

@@ -20,10 +20,10 @@ def reshape(following: ValueTracker, step: TraceStep) -> Placement:
         return place_unsharded([state])
     old = following.shape(step.inputs[0])
     if not step.outputs:
-        actual = f"{list(old)}, {state}, cannot become {list(step.asked)} on this rank"
+        actual = f"{list(old)}, {state}, cannot become {list(step.requested)} on this rank"
         raise PlanError(step, "shape", actual, "use -1 in the model, or give its number PerRank() in the plan", state)
     new = following.shape(step.outputs[0])
-    placement = reshape_placement(state, old, new, step.asked)
+    placement = reshape_placement(state, old, new, step.requested)
     if placement is None:
         actual = f"its input has {state.parts} parts, {state}, and is reshaped to {list(new)}"
         todo = f"make them a dimension of {state.parts}, chunk them, or describe the fused parts with Column(parts=)"
@@ -39,7 +39,7 @@ def _check_heads(following: ValueTracker, step: TraceStep, state: Placement, len
     if state.unit > 0 and inner % state.unit and state.unit % inner:
         actual = f"{state.by} has units of {state.unit} features, and {length} of them become {count} of {inner}"
         raise PlanError(step, "heads", actual, "use -1 for the number of heads in the model's reshape", state)
-    after = step.asked[dim] if dim < len(step.asked) else 0
+    after = step.requested[dim] if dim < len(step.requested) else 0
     if after != -1 and (state.unit == 0 or (state.unit > 0 and inner % state.unit)):
         why = (
             f"{length} features of {state.by} become {count} of {inner} on this rank. If the model uses a fixed "
@@ -78,7 +78,7 @@ def piece(following: ValueTracker, step: TraceStep) -> Placement:
     if not state.is_divided or dim != state.dim:
         return equation(following, step)
     ends = list(accumulate((part for part, _ in state.fused), initial=0))
-    first, last, _ = slice(*step.asked).indices(length)
+    first, last, _ = slice(*step.requested).indices(length)
     if (first, last) in (places := list(pairwise(ends))) and ends[-1] == length:
         return state.part(places.index((first, last)), dim)
     if state.parts > 1 and not state.fused:
@@ -108,7 +108,7 @@ def join(following: ValueTracker, step: TraceStep) -> Placement:
         return place_unsharded(states)
     if any(state.name == "whole" for state in states):
         actual = f"one input is unsharded, and another one is {divided}"
-        raise PlanError(step, "meet", actual, "shard both the same way", divided)
+        raise PlanError(step, "match", actual, "shard both the same way", divided)
     refuse_unlike(following, step, states, (plain,) * len(states))
     if inserts:
         return divided.at(divided.dim + (dim <= divided.dim))

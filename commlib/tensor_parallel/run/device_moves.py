@@ -44,7 +44,7 @@ def _scatter(axis: ParallelAxis, move: Redistribute, x: DeviceArray) -> tuple[De
     start, stop = uneven(lengths).slice_of(axis.rank)
     shard = x.empty(replace_length(x.shape, dim, stop - start), x.dtype)
     _cut(x, dim, start, shard)
-    return shard, move.known(lengths)
+    return shard, move.with_lengths(lengths)
 
 
 def _gather(axis: ParallelAxis, move: Redistribute, x: DeviceArray) -> tuple[DeviceArray, Redistribute]:
@@ -58,7 +58,7 @@ def _gather(axis: ParallelAxis, move: Redistribute, x: DeviceArray) -> tuple[Dev
     else:
         gathered = x.empty((sum(lengths), lead * tail), x.dtype)
         _plain(axis, x).all_gather(front, out=gathered)
-    return _swap(gathered, sum(lengths), lead, tail).reshape(shape), move.known(lengths)
+    return _swap(gathered, sum(lengths), lead, tail).reshape(shape), move.with_lengths(lengths)
 
 
 def _reduce_scatter(axis: ParallelAxis, move: Redistribute, x: DeviceArray) -> tuple[DeviceArray, Redistribute]:
@@ -68,7 +68,7 @@ def _reduce_scatter(axis: ParallelAxis, move: Redistribute, x: DeviceArray) -> t
     own = lengths[axis.rank]
     front, out = _swap(x, lead, length, tail).reshape(length, lead * tail), x.empty((own, lead * tail), x.dtype)
     _plain(axis, x).reduce_scatter_v(front, lengths, out=out)
-    return _swap(out, own, lead, tail).reshape(replace_length(x.shape, dim, own)), move.known(lengths)
+    return _swap(out, own, lead, tail).reshape(replace_length(x.shape, dim, own)), move.with_lengths(lengths)
 
 
 def _all_to_all(axis: ParallelAxis, move: Redistribute, x: DeviceArray) -> tuple[DeviceArray, Redistribute]:
@@ -83,7 +83,7 @@ def _all_to_all(axis: ParallelAxis, move: Redistribute, x: DeviceArray) -> tuple
     out = x.empty(replace_length(replace_length(x.shape, divide, own), join, sum(joined)), x.dtype)
     for part, shape, start in zip(_parts(received, arriving), arriving, _starts(joined), strict=True):
         _put(part.reshape(shape), out, join, start)
-    return out, move.known(lengths, joined)
+    return out, move.with_lengths(lengths, joined)
 
 
 _RUN = {

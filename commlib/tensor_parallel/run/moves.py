@@ -79,7 +79,7 @@ def _scatter(axis: ParallelAxis, move: Redistribute, x: Array) -> tuple[Array, R
     lengths = split_lengths(axis, move, x, dim)
     start, stop = uneven(lengths).slice_of(axis.rank)
     shard = x[(slice(None),) * dim + (slice(start, stop),)]
-    return _copy(axis, shard), move.known(lengths)
+    return _copy(axis, shard), move.with_lengths(lengths)
 
 
 def _gather(axis: ParallelAxis, move: Redistribute, x: Array) -> tuple[Array, Redistribute]:
@@ -97,7 +97,7 @@ def _gather(axis: ParallelAxis, move: Redistribute, x: Array) -> tuple[Array, Re
     else:  # gather the shards one after another, then reorder
         gathered = axis.wire(x.dtype).all_gather(np.ascontiguousarray(x).reshape(1, -1))
         whole = _copy(axis, gathered.reshape(axis.size, lead, own, tail).transpose(1, 0, 2, 3))
-    return whole.reshape(shape), move.known(lengths)
+    return whole.reshape(shape), move.with_lengths(lengths)
 
 
 def _reduce_scatter(axis: ParallelAxis, move: Redistribute, x: Array) -> tuple[Array, Redistribute]:
@@ -108,7 +108,7 @@ def _reduce_scatter(axis: ParallelAxis, move: Redistribute, x: Array) -> tuple[A
     out = axis.empty((lengths[axis.rank], *front.shape[1:]), x.dtype)
     axis.wire(x.dtype).reduce_scatter_v(front, lengths, out=out)
     shard = out if lead == 1 else _copy(axis, np.moveaxis(out, 0, dim))
-    return shard.reshape(replace_length(x.shape, dim, lengths[axis.rank])), move.known(lengths)
+    return shard.reshape(replace_length(x.shape, dim, lengths[axis.rank])), move.with_lengths(lengths)
 
 
 def _all_to_all(axis: ParallelAxis, move: Redistribute, x: Array) -> tuple[Array, Redistribute]:
@@ -131,7 +131,7 @@ def _all_to_all(axis: ParallelAxis, move: Redistribute, x: Array) -> tuple[Array
         room = out[(slice(None),) * join + (slice(start, stop),)]
         room[...] = received[at : at + count].reshape(room.shape)
         at += count
-    return out, move.known(lengths, joined)
+    return out, move.with_lengths(lengths, joined)
 
 
 _RUN: dict[str, Callable[[ParallelAxis, Redistribute, Array], tuple[Array, Redistribute]]] = {

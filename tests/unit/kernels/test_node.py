@@ -149,7 +149,7 @@ def test_a_fast_rank_does_not_overwrite_what_a_slow_one_reads(first, second, epo
 
     def check(comm):
         for _ in range(epochs):  # slots alternate by the number of meetings
-            comm.group.board.meet(0, lambda: None)
+            comm.group.board.barrier(0, lambda: None)
         for _ in range(2):
             out = np.full(first, 1.0 + comm.rank)
             op: Any = ReduceFunction("float64", "sum", comm.size) if comm.rank == 0 else slow_op
@@ -214,12 +214,12 @@ def test_a_rank_that_gave_up_is_not_taken_for_one_that_came():
     """It had arrived before the others, who then took what it had published for the data of their call."""
     three = boards(3)
     with pytest.raises(Asked):
-        three[0].meet(7, ask)
+        three[0].barrier(7, ask)
     three[0].fail()
     for board in three[1:]:
         for _ in range(2):
             with pytest.raises(Asked):
-                board.meet(7, ask)
+                board.barrier(7, ask)
 
 
 def test_a_meeting_to_which_all_have_come_ends_on_all():
@@ -235,13 +235,13 @@ def test_a_meeting_to_which_all_have_come_ends_on_all():
         if rank == 0:
             for _ in range(2):
                 waiting.acquire()
-            ended.append(three[0].meet(7, lambda: None))
+            ended.append(three[0].barrier(7, lambda: None))
             three[0].fail()
             gave_up.set()
             return
-        ended.append(three[rank].meet(7, sleep))
+        ended.append(three[rank].barrier(7, sleep))
         with pytest.raises(Asked):
-            three[rank].meet(8, ask)
+            three[rank].barrier(8, ask)
 
     together(use, 3)
     assert ended == [True] * 3

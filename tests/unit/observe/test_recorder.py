@@ -117,7 +117,7 @@ def test_counters():
 def test_what_a_rank_did_last():
     recorder, last_words = Recorder(1), LastCalls()
     recorder.subscribe(last_words.read)
-    assert last_words.tell("world") == ""
+    assert last_words.describe("world") == ""
     for number in range(30):
         record = opened(recorder, f"old{number}")
         record.queue()
@@ -133,11 +133,11 @@ def test_what_a_rank_did_last():
     first.run()
     second.queue()
     first.round("round 2 of block 1 posted")
-    assert last_words.tell("world") == (
+    assert last_words.describe("world") == (
         "; last on this rank: old29 ended 0.0 s ago; broken failed (ValueError) 0.0 s ago; "
         "all_gather of 1 queued 0.0 s ago; barrier (call 7) round 2 of block 1 posted, 0.0 s ago"
     )
-    assert last_words.tell("world", named=True) == "; last on this rank: grad: allreduce queued 0.0 s ago"
+    assert last_words.describe("world", named=True) == "; last on this rank: grad: allreduce queued 0.0 s ago"
 
 
 def test_a_journal_numbers_calls_when_their_turn_comes():

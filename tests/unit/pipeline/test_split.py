@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from commlib.errors import UsageError
-from commlib.pipeline.split import counts_given, even_counts
+from commlib.pipeline.split import even_counts, read_split
 
 NAMES = ["a", "b", "c", "d"]
 
 
 def test_numbers_and_names() -> None:
-    assert counts_given([1, 3], NAMES, 2) == (1, 3)
-    assert counts_given(["b", "d"], NAMES, 3) == (1, 2, 1)
-    assert counts_given([], NAMES, 1) == (4,)
+    assert read_split([1, 3], NAMES, 2) == (1, 3)
+    assert read_split(["b", "d"], NAMES, 3) == (1, 2, 1)
+    assert read_split([], NAMES, 1) == (4,)
 
 
 def test_even_sizes() -> None:
@@ -38,4 +38,4 @@ def test_even_sizes() -> None:
 )
 def test_what_is_refused(split: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
-        counts_given(split, NAMES, 2)
+        read_split(split, NAMES, 2)

@@ -323,7 +323,7 @@ def test_a_bias_for_each_head_is_divided_with_them():
     biases = m.permute(m.table("biases", m.constant(5, 5), 32, 4), 2, 0, 1)
     for at in range(2):
         q, k, v = (m.heads(m.linear(f"b{at}.{name}", x, WIDTH), 4) for name in "qkv")
-        zeros = m.step("", "constant", (), [(4, 5, 5)], asked=(Length.of(4, ("attn", "heads"), used), 5, 5))[0]
+        zeros = m.step("", "constant", (), [(4, 5, 5)], requested=(Length.of(4, ("attn", "heads"), used), 5, 5))[0]
         scores = m.pointwise(m.matmul(q, m.permute(k, 0, 1, 3, 2)), biases if at == 0 else m.pointwise(biases, zeros))
         x = m.pointwise(x, m.linear(f"b{at}.o", m.joined(m.matmul(m.softmax(scores), v)), WIDTH))
     trace = replace(m.trace(m.linear("head", x, WORDS)), numbers={"attn.heads": 4})
@@ -357,7 +357,7 @@ def test_fewer_heads_of_keys_than_ranks(keys, size):
         asked = (2, -1, Length.of(groups, ("attn", "groups"), used), 5, 2)
         shape = (2, keys, groups, 5, 2)
         equation = Equation(pointwise((2, keys, 1, 5, 2), shape).inputs[:1], tuple(range(5)))
-        many = m.step("", "equation", [new], [shape], equation=equation, asked=asked)[0]
+        many = m.step("", "equation", [new], [shape], equation=equation, requested=asked)[0]
         repeated.append(m.reshape(many, 2, 8, 5, 2))
     scores = m.matmul(q, m.permute(repeated[0], 0, 1, 3, 2))
     head = m.linear("head", m.linear("o", m.joined(m.matmul(m.softmax(scores), repeated[1])), WIDTH), WORDS)

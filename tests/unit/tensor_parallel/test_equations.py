@@ -56,7 +56,7 @@ def test_einsum_counts_its_operands():
 def test_reductions_and_what_needs_all():
     x = random(2, 4, 6)
     assert holds(equations.reduction(x.shape, (1,)), lambda y: y.sum(1), x) == 2
-    assert holds(equations.reduction(x.shape, (-1,), kept=True), lambda y: y.max(-1, keepdims=True), x) == 2
+    assert holds(equations.reduction(x.shape, (-1,), keeps_dims=True), lambda y: y.max(-1, keepdims=True), x) == 2
     assert equations.reduction(x.shape, (0, 1, 2)).output == ()
     assert holds(equations.dimwise(x.shape, (-2,)), lambda y: np.cumsum(y, -2), x) == 2
 

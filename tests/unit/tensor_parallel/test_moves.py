@@ -12,7 +12,7 @@ EVERY = (COPY, REDUCE, scatter(1), gather(-1), gather(0, partial=True), reduce_s
 
 @pytest.mark.parametrize("move", EVERY, ids=lambda move: move.name)
 def test_the_conjugate_of_a_conjugate_is_the_move_itself(move: Redistribute) -> None:
-    known = move.known((2, 1), (3, 3) if move.name == "all_to_all" else ())
+    known = move.with_lengths((2, 1), (3, 3) if move.name == "all_to_all" else ())
     assert known.conjugate.conjugate == known
     assert move.conjugate.conjugate.name == move.name
 
@@ -21,7 +21,7 @@ def test_the_pairs() -> None:
     assert COPY.conjugate == REDUCE
     assert scatter(1).conjugate == gather(1)
     assert gather(1, partial=True).conjugate == reduce_scatter(1)
-    assert all_to_all(1, 2).known((2, 1), (5, 4)).conjugate == all_to_all(2, 1).known((5, 4), (2, 1))
+    assert all_to_all(1, 2).with_lengths((2, 1), (5, 4)).conjugate == all_to_all(2, 1).with_lengths((5, 4), (2, 1))
 
 
 def test_received_bytes() -> None:

@@ -103,19 +103,19 @@ def test_whole_and_divided_do_not_add_up():
     x = m.given(5, 8)
     gate, up = m.linear("gate", x, 16), m.linear("up", x, 16)
     trace = m.trace(m.linear("down", m.pointwise(gate, up, text="mul"), 8))
-    refused(trace, PAIR, "meet", "mul", "by up")
+    refused(trace, PAIR, "match", "mul", "by up")
     check(trace, {**PAIR, "gate": Column()})
 
 
 def test_a_weight_for_each_feature_is_refused():
-    refused(mlp(lambda m, h: m.pointwise(h, m.weight("scale", 16))), PAIR, "meet", "an unsharded weight")
+    refused(mlp(lambda m, h: m.pointwise(h, m.weight("scale", 16))), PAIR, "match", "an unsharded weight")
     refused(mlp(lambda m, h: m.pointwise(h, m.weight("scale", 1))), PAIR, "gradient", "a partial gradient of it")
     refused(mlp(lambda m, h: m.prelu("slope", h)), PAIR, "gradient", "slope (PReLU)", "Sequence(2)")
 
 
 def test_constants_meet_what_is_divided_if_they_have_none_of_that_dimension():
     check(mlp(lambda m, h: m.pointwise(h, m.constant(5, 1), text="where")), PAIR)
-    refused(mlp(lambda m, h: m.pointwise(h, m.constant(16))), PAIR, "meet", "a constant")
+    refused(mlp(lambda m, h: m.pointwise(h, m.constant(16))), PAIR, "match", "a constant")
 
 
 def test_dropout_of_what_is_divided_needs_other_numbers():
@@ -146,12 +146,12 @@ def test_a_region_that_is_divided_along_its_sequence():
     refused(block(), {**plan, "words": Vocabulary()}, "count", "norm (LayerNorm)", "remove it from the plan")
     refused(block(), {**plan, "up": Column()}, "column", "sequence=1")
     refused(block(), {**plan, "up": Column(sequence=0)}, "sequence", "dimension 1")
-    refused(block(), {**plan, "down": Row()}, "meet", "add")
+    refused(block(), {**plan, "down": Row()}, "match", "add")
     refused(block(), {**plan, "head": Replicate()}, "gradient", "head (Linear)")
     refused(block(), {name: style for name, style in plan.items() if name != "norm"}, "gradient", "Sequence(1)")
     refused(block(lambda m, y: m.pointwise(y, m.weight("scale", 8))), plan, "gradient", "input 1")
     refused(block(lambda m, y: m.pick(y, 1)), plan, "needs", "gather along the sequence")
-    refused(block(lambda m, y: m.pointwise(y, m.constant(6, 1))), plan, "meet", "a constant")
+    refused(block(lambda m, y: m.pointwise(y, m.constant(6, 1))), plan, "match", "a constant")
     refused(block(lambda m, y: m.attention("mixer", y, 2)), plan, "whole", "mixer")
     refused(block(lambda m, y: m.dropout("drop", y)), plan, "draws", "Sequence(1)")
     check(block(lambda m, y: m.dropout("drop", y)), {**plan, "drop": Sequence()})
@@ -188,7 +188,7 @@ QKV: Plan = {"q": Column(units=4), "k": Column(units=4), "v": Column(units=4), "
 def test_heads_are_divided():
     check(attention(), QKV)
     check(attention(parts=3), {"qkv": Column(parts=3, units=4), "o": Row(units=4)})
-    refused(attention(), {**QKV, "k": Replicate()}, "meet", "by q")
+    refused(attention(), {**QKV, "k": Replicate()}, "match", "by q")
 
 
 def test_fused_features_are_divided_part_by_part():
@@ -232,7 +232,7 @@ def test_joined_features_are_fused():
     both = m.cat(m.linear("a", x, 8), m.linear("b", x, 8))
     trace = m.trace(m.linear("down", both, 8))
     refused(trace, {"a": Column(), "b": Column(), "down": Row()}, "parts", "2 of them still")
-    refused(trace, {"a": Column(), "down": Row()}, "meet", "one input is unsharded")
+    refused(trace, {"a": Column(), "down": Row()}, "match", "one input is unsharded")
     check(m.trace(m.linear("after", m.cat(x, x, dim=0), 8)), {})
 
 
@@ -373,7 +373,7 @@ KEPT = {"features": lambda m, h: h, "partial": lambda m, h: m.mean(m.pointwise(h
 
 @pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
 def test_a_part_that_is_kept_is_refused(make):
-    refused(kept(make), PAIR, "kept", "(by ", "divided_output=True")
+    refused(kept(make), PAIR, "retained", "(by ", "divided_output=True")
     check(kept(make), PAIR, divided_output=True)
     check(kept(make), {})
 

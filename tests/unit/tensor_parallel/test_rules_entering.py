@@ -24,9 +24,9 @@ def checked(before: Before):
     (lambda m, x: m.softmax(x, 1), "needs"),
     (lambda m, x: m.pointwise(x, m.reshape(m.pick(x, 1), 2, 1, 6)), "needs"),
     (lambda m, x: m.pointwise(x, m.reshape(m.mean(x, 1), 2, 1, 6)), "partial"),
-    (lambda m, x: m.pointwise(x, m.constant(4, 1)), "meet"),
+    (lambda m, x: m.pointwise(x, m.constant(4, 1)), "match"),
     (lambda m, x: m.norm("norm", x), "gradient"),
-    (lambda m, x: m.attend(x, x, x), "meet"),
+    (lambda m, x: m.attend(x, x, x), "match"),
 ])  # fmt: skip
 def test_what_needs_a_whole_sequence_is_refused(before: Before, rule: str) -> None:
     with pytest.raises(PlanError, match="by the caller") as caught:
@@ -47,14 +47,14 @@ def test_what_needs_a_whole_sequence_is_refused(before: Before, rule: str) -> No
 def test_which_arguments_are_parts(before: Before, came: dict[int, int]) -> None:
     found = checked(before)
     assert found.inputs_sharded and found.sequences_sharded and not found.doubts
-    assert dict(found.came) == came
+    assert dict(found.sharded_dims) == came
 
 
 def test_arguments_that_are_another_ones_dimension() -> None:
     m = Written()
     x = m.permute(m.given(4, 2, 6), 1, 0, 2)
     found = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), PLAN, size=2)
-    assert dict(found.came) == {0: 0}
+    assert dict(found.sharded_dims) == {0: 0}
 
 
 def test_features_that_came_in_parts() -> None:
@@ -63,7 +63,7 @@ def test_features_that_came_in_parts() -> None:
         return m.trace(m.linear("down", before(m, m.given(2, 4, 6)), 8), whole=False)
 
     found = check(trace(lambda m, x: m.pointwise(x)), {"down": Row()}, size=2)
-    assert found.inputs_sharded and not found.sequences_sharded and not found.came
+    assert found.inputs_sharded and not found.sequences_sharded and not found.sharded_dims
     with pytest.raises(PlanError, match="by the caller"):
         check(trace(lambda m, x: m.softmax(x)), {"down": Row()}, size=2)
 
@@ -73,4 +73,4 @@ def test_words_that_are_whole_stay_so() -> None:
     x = m.table("words", m.given(2, 8), 32, 6)
     plan: Plan = {"words": Vocabulary(sequence=1), **PLAN}
     found = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), plan, size=2, divided_output=True)
-    assert not found.inputs_sharded and not found.came
+    assert not found.inputs_sharded and not found.sharded_dims

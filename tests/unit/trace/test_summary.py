@@ -53,7 +53,7 @@ def test_who_waited_for_whom(tmp_path):
     found = summed(tmp_path, *late_rank())
     assert [rank.lost for rank in found.ranks] == [ms(80), ms(80), ms(0)]
     assert [rank.lost_for for rank in found.ranks] == [{2: ms(80)}, {2: ms(80)}, {}]
-    assert [rank.came_last for rank in found.ranks] == [0, 0, 20] and found.ranks[2].kept_waiting == ms(160)
+    assert [rank.late_count for rank in found.ranks] == [0, 0, 20] and found.ranks[2].caused_wait == ms(160)
     assert [rank.exposed for rank in found.ranks] == [ms(90), ms(90), ms(10)]
     assert [rank.moving for rank in found.ranks] == [ms(10)] * 3 and found.ranks[0].hidden == ms(0)
     assert found.collectives == 10 and found.verbs[0].verb == "all_reduce" and found.verbs[0].calls == 30
@@ -74,7 +74,7 @@ def test_a_rank_that_is_late_by_less_than_ranks_wake_up_apart_kept_nobody_waitin
         for rank in ranks:
             rank.blocking("barrier", number, 10 * number + 0.015 * rank.rank, 10 * number + 0.02)
     found = summed(tmp_path, *ranks)
-    assert [(rank.came_last, rank.lost) for rank in found.ranks] == [(0, 0), (0, 0)]
+    assert [(rank.late_count, rank.lost) for rank in found.ranks] == [(0, 0), (0, 0)]
 
 
 def test_what_ran_behind_the_programs_back_is_hidden(tmp_path):
@@ -129,7 +129,7 @@ def test_stages_wait_for_messages(tmp_path):
     ranks[1].span("pipeline", "1RECV_F0", 2, 32, **facts, kind="RECV_F", stage=1, peer=0)
     ranks[1].span("pipeline", "1F0", 32, 40, **facts, kind="F", stage=1, peer=-1)
     found = summed(tmp_path, *ranks)
-    assert found.ranks[1].lost_for == {0: ms(28)} and found.ranks[0].kept_waiting == ms(28)
+    assert found.ranks[1].lost_for == {0: ms(28)} and found.ranks[0].caused_wait == ms(28)
     assert any("pipeline stages wait" in text for text in found.advice)
     assert path_of(found) == {(0, "computes"): ms(30), (1, "message of a pipeline"): ms(2), (1, "computes"): ms(8)}
 
@@ -193,7 +193,7 @@ def compiling(*, slow_steps):
 def test_start_up_gets_no_advice_and_is_named(tmp_path, slow_steps, first):
     """A rank that compiled for a second was blamed for keeping the others waiting in all steps."""
     found = summed(tmp_path, *compiling(slow_steps=slow_steps))
-    assert found.ranks[1].kept_waiting > 0.9 * slow_steps  # the table has the whole run
+    assert found.ranks[1].caused_wait > 0.9 * slow_steps  # the table has the whole run
     assert found.advice == ()
     assert summary_text(found, None).endswith(f"\n\nThe advice leaves out start-up until the end of {first}.")
 
@@ -226,7 +226,7 @@ def test_what_is_printed(tmp_path):
     assert "rank 2 computes" in text and "What to try:\n- rank 2 keeps" in text
     assert text.endswith("\n\nThe advice leaves out start-up until the end of step 1 (30.0 ms).\n")
     data = json.loads(CliRunner().invoke(app, ["trace", "summary", *names, "--json"], catch_exceptions=False).output)
-    assert data["ranks"][2]["came_last"] == 20 and data["steps"]["path"][0]["what"] == "computes"
+    assert data["ranks"][2]["late_count"] == 20 and data["steps"]["path"][0]["what"] == "computes"
     (tmp_path / "x").write_text("x")
     done = CliRunner().invoke(app, ["trace", "summary", str(tmp_path / "x")])
     assert done.exit_code != 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commlib.transport.cuda_aware import Answer, ask
+from commlib.transport.cuda_aware import Answer, query
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
 OPEN_MPI = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
@@ -48,8 +48,8 @@ FLAG = "#include <stdbool.h>\nbool opal_cuda_support = {};\n"
     ],
 )
 def test_functions_are_asked(tmp_path, version, code, says, how):
-    answer = ask(built(tmp_path, code), version, {}, lambda: "")
-    assert answer.says is says
+    answer = query(built(tmp_path, code), version, {}, lambda: "")
+    assert answer.is_supported is says
     assert answer.how.startswith(version.split("\n")[0].split(",")[0][:8]) and how in answer.how
 
 
@@ -67,11 +67,11 @@ def test_functions_are_asked(tmp_path, version, code, says, how):
     ],
 )
 def test_settings_decide_where_libraries_go_by_them(tmp_path, version, environment, mapped, expected):
-    answer = ask(built(tmp_path, QUERY.format(1 - expected[0])), version, environment, lambda: mapped)
-    assert answer.says is expected[0] and expected[1] in answer.how
+    answer = query(built(tmp_path, QUERY.format(1 - expected[0])), version, environment, lambda: mapped)
+    assert answer.is_supported is expected[0] and expected[1] in answer.how
 
 
 def test_a_library_is_named_in_one_line():
-    assert ask(object(), CRAY, {}, lambda: "") == Answer(
+    assert query(object(), CRAY, {}, lambda: "") == Answer(
         False, "MPI VERSION : CRAY MPICH version 8.1.29.27 (ANL base 3.4a2): MPICH_GPU_SUPPORT_ENABLED is not 1"
     )

@@ -323,7 +323,7 @@ def test_results_are_read_and_sources_written_at_once():
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_missing_meeting_is_seen(symmetric, monkeypatch):
-    meet, meetings = DeviceBoard.meet, []
+    meet, meetings = DeviceBoard.barrier, []
 
     def check(comm):
         x, right = filled(comm, 40_000, symmetric), True
@@ -343,7 +343,7 @@ def test_a_missing_meeting_is_seen(symmetric, monkeypatch):
 
     races = LATE.races
     assert all(run(2, check, config=CONFIG)) and LATE.races == races
-    monkeypatch.setattr(DeviceBoard, "meet", only_the_first)
+    monkeypatch.setattr(DeviceBoard, "barrier", only_the_first)
     assert not all(run(2, check, config=CONFIG)) or LATE.races > races
 
 
@@ -371,7 +371,7 @@ def test_one_rank_whose_device_cannot(monkeypatch, caplog):
 
 def test_streams_that_never_meet(monkeypatch, caplog):
     """They are tried when the board is made."""
-    monkeypatch.setattr("commlib.node.device_board.FIRST_MEETING", 0.3)
+    monkeypatch.setattr("commlib.node.device_board.FIRST_BARRIER_TIMEOUT", 0.3)
     monkeypatch.setattr("tests.late.signals.tell", lambda words, number: None)
     run(2, lambda comm: checks.all_reduce(OnDevice(comm), "float32", (100,), "sum"), config=CONFIG)
     assert "its stream did not reach the others" in caplog.text

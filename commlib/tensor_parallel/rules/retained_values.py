@@ -1,4 +1,4 @@
-"""Kept values: values that a model keeps after its call, as an attribute, in a list or in a closure. [pure]"""
+"""Retained values: values that a model keeps after its call, as an attribute, in a list or in a closure. [pure]"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REMEDY = (
 )
 
 
-def check_kept(following: ValueTracker, value: int) -> None:
+def check_retained(following: ValueTracker, value: int) -> None:
     """Check a value that is kept after the model's call like a returned one.
 
     A shard with a gradient would train each rank differently: it is refused. A shard without one is a doubt, because
@@ -32,7 +32,7 @@ def check_kept(following: ValueTracker, value: int) -> None:
     if not (_is_part(following, state) or is_of_part):
         return
     if not is_detached:
-        raise PlanError(step, "kept", f"it is kept, and is {state}", _REMEDY, state)
+        raise PlanError(step, "retained", f"it is kept, and is {state}", _REMEDY, state)
     how = "made of sharded values" if is_of_part else f"{state}"
     following.doubts.append(Doubt(step, state, _WITHOUT_GRADIENT.format(how), stays=True))
 
