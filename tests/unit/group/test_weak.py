@@ -9,7 +9,7 @@ def test_a_call_does_nothing_after_the_object_is_freed() -> None:
     seen: list[int] = []
 
     class Listener:
-        def notify(self, number: int) -> None:
+        def hear(self, number: int) -> None:
             seen.append(number)
 
     listener = Listener()

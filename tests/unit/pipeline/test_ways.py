@@ -21,16 +21,16 @@ class Counting:
     def __init__(self, stage: int) -> None:
         self.stage, self.sent, self.got = stage, 0, 0
 
-    def values_(self, number: int) -> StageValues:
+    def values(self, number: int) -> StageValues:
         kind = number - 1 if number % 3 == 2 else number % 5 if number % 7 == 0 else number
         return StageValues([np.full((1 + kind % 200,), number, "float32")], f"note {kind}")
 
     def forward(self, microbatch: int, inputs: Any) -> Any:
         if self.stage == 0:
             self.sent += 1
-            return {1: self.made(self.sent)}
+            return {1: self.values(self.sent)}
         self.got += 1
-        expected = self.made(self.got)
+        expected = self.values(self.got)
         assert inputs[0].note == expected.note
         np.testing.assert_array_equal(inputs[0].tensors[0], expected.tensors[0])
         return {}
