@@ -1,4 +1,4 @@
-"""Unit tests know no deadline: a machine under load is slow, and nothing is wrong."""
+"""Unit tests have no deadline: a machine under load is slow without an error."""
 
 from hypothesis import settings
 

@@ -70,8 +70,8 @@ PURE = (
     "commlib.slurm.states",
     "commlib.cost.records",
     "commlib.suggestions",
-    "commlib.folders",  # looks at folders, reads and writes files, and is otherwise as pure
-    "commlib.cost.table",  # so does this
+    "commlib.folders",  # checks folders, reads and writes files, and is otherwise pure
+    "commlib.cost.table",  # likewise
     "commlib.cost.chooser",
     "commlib.cost",
 )
@@ -147,13 +147,13 @@ MEASURED = {
     "commlib.bench.gloo_peer": "torch",
     "commlib.bench.nccl_peer": "torch",
 }  # what commlib is measured against; imported inside functions only
-# Who may name the host's compiled kernels; all others ask the device of their arrays for kernels.
+# Modules that may name the host's compiled kernels; all others get kernels from the device of their arrays.
 HOST_KERNELS_ALLOWED = (
     "commlib.kernels",
     "commlib.devices.host",
     "commlib.node",  # shared memory of the host, and the flags in it
-    "commlib.buffers.symmetric_memory",  # whose places those kernels look up
-    "commlib.group.completion",  # what they return
+    "commlib.buffers.symmetric_memory",  # those kernels look up its places
+    "commlib.group.completion",  # their return values
     # calls of compiled functions, written down
     "commlib.execution.reduce_function", "commlib.execution.persistent_programs",
     "commlib.execution.rounds",
@@ -162,11 +162,11 @@ HOST_KERNELS_ALLOWED = (
     "commlib.p2p.lanes",  # memory of the host that two ranks share
     "commlib.data_parallel.bucket_reducer",  # copies past the caches
     "commlib.optim",  # on the host only as yet: 1-bit optimizers
-    "commlib.expert",  # so are these: rows of tokens, in memory that ranks share
+    "commlib.expert",  # likewise: rows of tokens, in memory that ranks share
     "commlib.coordinator",  # named operations, where arrays of devices come as copies
     "commlib_torch", "commlib_tensorflow",
 )  # fmt: skip
-# Who works on arrays of any device: what they need of memory they ask of the device, or of an array that is there.
+# Modules for arrays of any device: they allocate memory through the device, or from an existing array.
 DEVICE_NEUTRAL = (
     "commlib.compress.codecs.cast", "commlib.compress.codecs.quantise", "commlib.compress.codecs.sign",
     "commlib.compress.schemes.all_to_all", "commlib.compress.schemes.all_gather", "commlib.compress.schemes.dgc",
@@ -190,7 +190,7 @@ CUPY_ALLOWED = ("commlib.devices.cuda",)  # and there inside functions only
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One imported module, where it stands, and how."""
+    """One import: the module, its line, and its kind."""
 
     importer: str
     target: str
@@ -218,7 +218,7 @@ def find_imports(root: Path) -> Iterator[Import]:
                 yield Import(name, target, f"{path.relative_to(root)}:{node.lineno}", lazy, for_types)
 
 
-@cache  # whoever looks for breaches looks for circles, too
+@cache  # used for breaches and for circles
 def statements(text: str) -> tuple[tuple[ast.stmt, bool, bool], ...]:
     return tuple(walk(ast.parse(text)))
 
@@ -254,7 +254,7 @@ def is_in(module: str, names: tuple[str, ...]) -> bool:
 
 @cache
 def layer(module: str) -> int | None:
-    """Return the row of LAYERS that the longest fitting name stands in."""
+    """Return the row of LAYERS with the longest fitting name."""
     fits = [(len(name), row) for row, names in enumerate(LAYERS) for name in names if is_in(module, (name,))]
     length, row = max(fits, default=(0, None))
     is_unplaced = length == len("commlib") and module != "commlib"
@@ -262,17 +262,17 @@ def layer(module: str) -> int | None:
 
 
 def breaches(root: Path) -> list[str]:
-    """Return what breaks the rules, each as `file:line: what`."""
-    found = [f"{path.relative_to(root)}:1: {name} has no row in LAYERS" for name, path in find_modules(root).items()
+    """Return the breaches of the rules, each as `file:line: breach`."""
+    faults = [f"{path.relative_to(root)}:1: {name} has no row in LAYERS" for name, path in find_modules(root).items()
              if layer(name) is None]  # fmt: skip
     for item in find_imports(root):
         if problem := breach(item):
-            found.append(f"{item.where}: {item.importer} imports {item.target}: {problem}")
+            faults.append(f"{item.where}: {item.importer} imports {item.target}: {problem}")
     for folder in ("commlib", "adapters", "tests", "examples", "benchmarks"):
         for path in sorted((root / folder).rglob("*")):
             if path.is_dir() and path.name in ("torch", "tensorflow"):
-                found.append(f"{path.relative_to(root)}: a folder of this name shadows the framework")
-    return found
+                faults.append(f"{path.relative_to(root)}: a folder of this name shadows the framework")
+    return faults
 
 
 def breach(item: Import) -> str | None:
@@ -296,24 +296,24 @@ def breach(item: Import) -> str | None:
 
 
 def circles(root: Path) -> list[str]:
-    """Return the imports that lead back to where they stand, each with the way: `file:line: a imports b imports a`."""
+    """Return the circular imports, each with its path: `file:line: a imports b imports a`."""
     modules = find_modules(root)
     imports: dict[str, dict[str, str]] = {name: {} for name in modules}
     for item in find_imports(root):
         if item.target in modules and item.target != item.importer:
             imports[item.importer].setdefault(item.target, item.where)
-    found = []
+    faults = []
     for name in imports:
         way, reached = [[name]], {name}
         while way:
             path = way.pop(0)
             for target in imports[path[-1]]:
-                if target == name and name == min(path):  # told once, from its first module
-                    found.append(f"{imports[path[0]][path[1]]}: {' imports '.join([*path, name])}")
+                if target == name and name == min(path):  # reported once, from its first module
+                    faults.append(f"{imports[path[0]][path[1]]}: {' imports '.join([*path, name])}")
                 elif target not in reached:
                     reached.add(target)
                     way.append([*path, target])
-    return found
+    return faults
 
 
 def host_memory(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -329,28 +329,28 @@ def host_memory(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, "ctypes"
 
 
-def test_what_works_on_any_device_names_no_memory_of_the_host() -> None:
+def test_device_neutral_modules_name_no_host_memory() -> None:
     modules = find_modules(ROOT)
     assert set(DEVICE_NEUTRAL) <= modules.keys()
-    found = [
+    faults = [
         f"{modules[name].relative_to(ROOT)}:{line}: {what}: ask its device, see `commlib.devices.arrays`"
         for name in DEVICE_NEUTRAL
         for line, what in host_memory(name, ast.parse(modules[name].read_text()))
     ]
-    assert not found, "\n".join(found)
+    assert not faults, "\n".join(faults)
 
 
-def test_memory_of_the_host_is_found() -> None:
+def test_host_memory_is_found() -> None:
     text = "import numpy as np\nx = np.empty(0)\ny = np.zeros(3)\nz = address_of(y) + y.ctypes.data\nlist(np.sum(y))\n"
-    found = sorted(host_memory("commlib.compress.schemes.all_to_all", ast.parse(text)))
-    assert found == [(3, "np.zeros"), (4, "address_of"), (4, "ctypes")]
+    faults = sorted(host_memory("commlib.compress.schemes.all_to_all", ast.parse(text)))
+    assert faults == [(3, "np.zeros"), (4, "address_of"), (4, "ctypes")]
     assert not list(host_memory("commlib.compress.codecs.sparse", ast.parse(text)))
 
 
 def test_imports_follow_the_rules() -> None:
     assert len(find_modules(ROOT)) > 5
-    found = breaches(ROOT) + circles(ROOT)
-    assert not found, "\n".join(found)
+    faults = breaches(ROOT) + circles(ROOT)
+    assert not faults, "\n".join(faults)
 
 
 def test_a_circle_is_found(tmp_path: Path) -> None:
@@ -415,13 +415,13 @@ def test_a_breach_is_found(tmp_path: Path, path: str, text: str, expected: str) 
         (tmp_path / name).write_text("")
     (tmp_path / "commlib/kernels/host.py").write_text("")
     (tmp_path / path).write_text(text)
-    found = breaches(tmp_path)
-    assert len(found) == 1
-    assert found[0].startswith(path) or path.startswith(found[0].partition(":")[0])
-    assert expected in found[0]
+    faults = breaches(tmp_path)
+    assert len(faults) == 1
+    assert faults[0].startswith(path) or path.startswith(faults[0].partition(":")[0])
+    assert expected in faults[0]
 
 
-def test_what_is_allowed_is_not_found(tmp_path: Path) -> None:
+def test_allowed_imports_are_not_reported(tmp_path: Path) -> None:
     allowed = {
         "commlib/__init__.py": "from commlib.communicator import Communicator\n",
         "commlib/communicator.py": "import numpy\nfrom .transport import base\n",

@@ -18,21 +18,21 @@ from commlib.transport.loopback import transports
 
 def on_ranks(size, function, nodes=None):
     """Run function(transport) on ranks that are threads; return what each returned, or raised."""
-    found = {}
+    results = {}
 
     def main(transport):
         try:
-            found[transport.rank] = function(transport)
+            results[transport.rank] = function(transport)
         except Exception as error:
-            found[transport.rank] = error
+            results[transport.rank] = error
 
     threads = [threading.Thread(target=main, args=(end,), daemon=True) for end in transports(size, nodes)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert sorted(found) == list(range(size))
-    return [found[rank] for rank in range(size)]
+    assert sorted(results) == list(range(size))
+    return [results[rank] for rank in range(size)]
 
 
 @pytest.mark.parametrize("nodes", [[0], [0, 0, 0], [0, 1, 0]])
@@ -44,9 +44,9 @@ def test_ranks_join_over_any_transport(nodes):
         return agreement.token, comm.runtime.token, comm.runtime.ranks_on_node, comm.name, total.tolist()
 
     size = len(nodes)
-    found = on_ranks(size, check, nodes)
-    assert len({token for token, *_ in found}) == 1
-    for rank, (token, of_runtime, ranks_on_node, name, total) in enumerate(found):
+    results = on_ranks(size, check, nodes)
+    assert len({token for token, *_ in results}) == 1
+    for rank, (token, of_runtime, ranks_on_node, name, total) in enumerate(results):
         assert (of_runtime, name) == (token, "world")
         assert ranks_on_node == nodes.count(nodes[rank])
         assert total == [size * (size + 1) / 2] * 3
@@ -61,7 +61,7 @@ def test_settings_that_differ_are_named_on_all_ranks():
         assert "COMMLIB_SLOT_KIB: 512 on ranks 0-1; 64 on rank 2" in str(error)
 
 
-def test_a_bad_setting_of_one_rank_is_told_to_all():
+def test_a_bad_setting_of_one_rank_is_an_error_on_all():
     def check(transport):
         return bootstrap.agree(transport, Config(), "COMMLIB_X is nonsense" if transport.rank == 1 else "")
 
@@ -69,7 +69,7 @@ def test_a_bad_setting_of_one_rank_is_told_to_all():
         assert isinstance(error, UsageError) and "COMMLIB_X is nonsense (rank 1)" in str(error)
 
 
-def test_a_tuning_table_that_only_rank_0_reads(tmp_path):
+def test_only_rank_0_reads_the_tuning_table(tmp_path):
     """All ranks have rank 0's, or its error."""
     bad = tmp_path / "table.json"
     bad.write_text("{")
@@ -104,8 +104,8 @@ print("mpi4py" in sys.modules)
 """
 
 
-def test_the_world_over_a_transport_of_ones_own():
-    """MPI is left alone."""
+def test_a_world_can_use_another_transport():
+    """MPI is not started."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

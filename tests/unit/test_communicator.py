@@ -21,7 +21,7 @@ from tests.oracles.oracle import REDUCIBLE
 # Ranks, and the node of each.
 ONE_NODE = [[0] * size for size in range(1, 6)]
 LAYOUTS = [*ONE_NODE, [0, 1], [0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1, 2]]
-FOUR = [[0], [0, 0, 0], [0, 1], [0, 1, 0, 1, 2]]  # for what tries every dtype
+FOUR = [[0], [0, 0, 0], [0, 1], [0, 1, 0, 1, 2]]  # for tests of every dtype
 # 1 KiB slots: even small arrays go through the node kernels in many pieces.
 CONFIG = Config(timeout=10, slot_kib=1)
 FEW = ("float32", "bfloat16", "int8", "bool", "complex64")
@@ -50,7 +50,7 @@ def spread(nodes: list[int], function: Any) -> None:
 
 
 @four_layouts
-def test_all_reduce_of_every_dtype(nodes):
+def test_all_reduce_supports_every_dtype(nodes):
     def check(comm):
         for dtype, op in REDUCIBLE:
             for shape in ((0,), (3, 4), (4500 // NUMPY[dtype].itemsize,)):  # the last in five pieces
@@ -60,7 +60,7 @@ def test_all_reduce_of_every_dtype(nodes):
 
 
 @four_layouts
-def test_other_reductions_of_every_dtype(nodes):
+def test_other_reductions_support_every_dtype(nodes):
     def check(comm):
         for dtype, op in REDUCIBLE:
             checks.reduce_scatter(comm, dtype, (7, 3), op)
@@ -73,7 +73,7 @@ def test_other_reductions_of_every_dtype(nodes):
 
 
 @layouts
-def test_movement_of_every_dtype(nodes):
+def test_movement_supports_every_dtype(nodes):
     def check(comm):
         size = comm.size
         for dtype in DTYPES:
@@ -92,7 +92,7 @@ def test_movement_of_every_dtype(nodes):
 
 @layouts
 @each("all_reduce")
-def test_all_reduce_algorithms(nodes, algorithm):
+def test_all_reduce_algorithms_match_numpy(nodes, algorithm):
     def check(comm):
         for dtype, op in REDUCIBLE:
             if dtype in FEW:
@@ -104,7 +104,7 @@ def test_all_reduce_algorithms(nodes, algorithm):
 
 
 @pytest.mark.parametrize("size", range(1, 6))
-def test_all_reduce_on_the_node_by_name(size):
+def test_all_reduce_on_the_node_can_be_named(size):
     def check(comm):
         for dtype, op in REDUCIBLE:
             checks.all_reduce(comm, dtype, (600,), op, "node")
@@ -119,7 +119,7 @@ def test_node_algorithm_is_refused_across_nodes():
 
 @layouts
 @each("reduce_scatter")
-def test_reduce_scatter_algorithms(nodes, algorithm):
+def test_reduce_scatter_algorithms_match_numpy(nodes, algorithm):
     def check(comm):
         for dtype in FEW:
             for shape in ((0,), (1,), (7, 3), (3000,), (5, 0)):
@@ -130,7 +130,7 @@ def test_reduce_scatter_algorithms(nodes, algorithm):
 
 @layouts
 @pytest.mark.parametrize("verb", ["broadcast", "reduce", "gather", "scatter"])
-def test_rooted_algorithms_from_every_root(nodes, verb):
+def test_rooted_algorithms_work_from_every_root(nodes, verb):
     def check(comm):
         for algorithm in algorithms(verb):
             for root in range(comm.size):
@@ -142,7 +142,7 @@ def test_rooted_algorithms_from_every_root(nodes, verb):
 
 @layouts
 @pytest.mark.parametrize("verb", ["all_gather", "all_to_all"])
-def test_unrooted_movement_algorithms(nodes, verb):
+def test_unrooted_movement_algorithms_match_numpy(nodes, verb):
     def check(comm):
         for algorithm in ("auto", *algorithms(verb)):
             for dtype in FEW:
@@ -153,12 +153,12 @@ def test_unrooted_movement_algorithms(nodes, verb):
 
 
 @layouts
-def test_async_twins(nodes):
+def test_async_twins_match(nodes):
     spread(nodes, checks.async_twins)
 
 
 @layouts
-def test_0d_arrays(nodes):
+def test_verbs_accept_0d_arrays(nodes):
     def check(comm):
         for dtype in DTYPES:
             checks.all_reduce(comm, dtype, ())
@@ -172,7 +172,7 @@ def test_0d_arrays(nodes):
 
 
 @layouts
-def test_objects(nodes):
+def test_objects_are_sent(nodes):
     def check(comm):
         for root in range(comm.size):
             checks.objects(comm, root)
@@ -199,7 +199,7 @@ def test_settings_do_not_change_results(setting):
     case=st.sampled_from(REDUCIBLE),
     data=st.data(),
 )
-def test_any_shape_root_and_split(nodes, shape, case, data):
+def test_verbs_accept_any_shape_root_and_split(nodes, shape, case, data):
     size = len(nodes)
     root = data.draw(st.integers(0, size - 1), "root")
     dtype, op = case

@@ -1,4 +1,4 @@
-"""Errors say group, call, rank, expected and got, what to do, and are the right builtin errors."""
+"""Errors name group, call, rank, expected and actual values, and a remedy, and are the right builtin errors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.bodies.loopback import run
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
-    """Load what calls need here: on a busy machine it takes longer than ranks wait below."""
+    """Load the code of calls here: on a busy machine that takes longer than ranks wait below."""
     run(3, lambda comm: (comm.all_reduce(np.ones(3)), comm.broadcast_object(1)))
 
 
-def test_the_tree():
+def test_errors_have_builtin_bases():
     kinds = [getattr(errors, name) for name in dir(errors) if name.endswith("Error")]
     assert len(kinds) == 7 and all(issubclass(kind, CommlibError) for kind in kinds)
     assert all(getattr(commlib, kind.__name__) is kind for kind in kinds)
@@ -29,7 +29,7 @@ def test_the_tree():
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 0, 1]])
-def test_mismatch(nodes):
+def test_a_mismatch_is_described(nodes):
     def check(comm):
         with pytest.raises(MismatchError) as caught:
             comm.all_reduce(np.ones(3), "max" if comm.rank == 1 else "sum", algorithm="ring")
@@ -52,7 +52,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("text", WAITS)
-def test_stall(text):
+def test_a_stall_is_described(text):
     def check(comm):
         if comm.rank == 2:
             return
@@ -67,7 +67,7 @@ def test_stall(text):
 
 
 @pytest.mark.parametrize("text", WAITS)
-def test_peer(text):
+def test_a_peers_error_is_described(text):
     def check(comm):
         if comm.rank == 2:
             comm.group.leave()
@@ -83,7 +83,7 @@ def test_peer(text):
     run(3, check, config=Config(timeout=8))
 
 
-def test_after_a_failure_every_call_says_what_it_was():
+def test_every_call_after_a_failure_names_the_failure():
     def check(comm):
         if comm.rank == 1:
             return
@@ -97,7 +97,7 @@ def test_after_a_failure_every_call_says_what_it_was():
     run(2, check, config=Config(timeout=0.3))
 
 
-def test_a_message_between_two_ranks_does_not_care_who_else_has_left():
+def test_a_message_between_two_ranks_ignores_departed_ranks():
     def check(comm):
         if comm.rank == 2:
             comm.group.leave()
@@ -110,7 +110,7 @@ def test_a_message_between_two_ranks_does_not_care_who_else_has_left():
     run(3, check, config=Config(timeout=8))
 
 
-def test_a_group_learns_that_a_rank_has_left():
+def test_a_departed_rank_is_an_error_of_its_group():
     def check(comm):
         group = comm.split(0)
         if comm.rank == 1:
@@ -123,7 +123,7 @@ def test_a_group_learns_that_a_rank_has_left():
     run(2, check, config=Config(timeout=8))
 
 
-def test_shutdown():
+def test_calls_after_the_shutdown_are_errors():
     def check(comm):
         work = comm.recv_async(np.zeros(2), 1 - comm.rank)
         comm.group.progress.close()
@@ -153,7 +153,7 @@ def test_a_long_wait_is_reported_once_with_the_late_ranks(caplog):
         assert f"rank {rank} has waited" in message
 
 
-def test_whole_numbers_are_asked_for():
+def test_integers_are_required():
     """root="0" was a TypeError, split(1.5) was taken for split(1)."""
     x = np.ones(4)
     for wrong in ("0", 1.5, None, True, np.float64(0), [0]):
@@ -172,10 +172,10 @@ def test_whole_numbers_are_asked_for():
         }
 
         def check(comm, calls=calls, wrong=wrong):
-            for said, call in calls.items():
+            for parameter, call in calls.items():
                 with pytest.raises(UsageError) as caught:
                     call(comm)
-                assert str(caught.value) == f"{said} is {wrong!r} ({type(wrong).__name__}), expected an integer"
+                assert str(caught.value) == f"{parameter} is {wrong!r} ({type(wrong).__name__}), expected an integer"
             assert comm.split(np.int64(0), np.uint8(1)).broadcast(x, np.int32(1)).sum() == 4
 
         run(2, check)
@@ -184,7 +184,7 @@ def test_whole_numbers_are_asked_for():
 @pytest.mark.parametrize(
     "shape", [2**62, (2**40, 2**40), (2**32, 2**32), (0, 2**64), (0, 2**40, 2**40)], ids=lambda shape: str(shape)
 )
-def test_arrays_that_no_memory_could_hold(shape):
+def test_impossible_sizes_are_refused(shape):
     """They were an OverflowError, or "cannot reshape"."""
 
     def check(comm):

@@ -1,4 +1,4 @@
-"""A private folder: no other user can change what lies there, nor put another folder in its place."""
+"""A private folder: no other user can change its contents, or replace the folder."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def read(folder: Path) -> bytes:
         return read_private("table", here)
 
 
-def test_what_was_written_is_read(cache: Path) -> None:
+def test_written_files_can_be_read(cache: Path) -> None:
     assert read(cache) == b"kept"
     assert stat.S_IMODE((cache / "table").stat().st_mode) == 0o600
     assert os.listdir(cache) == ["table"]
 
 
-def test_what_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:
+def test_missing_folders_are_created_for_this_user_alone(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     with pytest.raises(FileNotFoundError), open_private(path):
         pass
@@ -49,10 +49,10 @@ def test_what_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("above", [0, 1, 2])
 @pytest.mark.parametrize(("mode", "who"), [(0o777, "everyone"), (0o775, "its group")])
-def test_a_folder_on_the_way_that_others_may_write_to_is_not_safe(
+def test_a_parent_folder_that_others_can_write_is_not_safe(
     cache: Path, above: int, mode: int, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the last folder's owner was looked at: who could rename a folder above it had his file unpickled."""
+    """Only the last folder's owner was looked at: a user who could rename a folder above it had his file unpickled."""
     monkeypatch.setattr(folders, "is_group_of_one", lambda gid, uid: False)
     path = [cache, *cache.parents][above]
     path.chmod(mode)
@@ -70,7 +70,7 @@ def test_the_sticky_bit_makes_a_folder_above_safe_but_not_the_last(cache: Path) 
 
 @as_root
 @pytest.mark.parametrize("above", [0, 1, 2])
-def test_a_folder_on_the_way_that_is_somebody_elses_is_not_safe(cache: Path, above: int) -> None:
+def test_a_parent_folder_of_another_user_is_not_safe(cache: Path, above: int) -> None:
     path = [cache, *cache.parents][above]
     os.chown(path, SOMEBODY, -1)
     with pytest.raises(NotPrivateError, match=f"{path} belongs to uid {SOMEBODY}"):
@@ -78,13 +78,13 @@ def test_a_folder_on_the_way_that_is_somebody_elses_is_not_safe(cache: Path, abo
 
 
 @as_root
-def test_a_file_that_is_somebody_elses_is_not_read(cache: Path) -> None:
+def test_a_file_of_another_user_is_not_read(cache: Path) -> None:
     os.chown(cache / "table", SOMEBODY, -1)
     with pytest.raises(NotPrivateError, match=f"table belongs to uid {SOMEBODY}"):
         read(cache)
 
 
-def test_neither_a_shared_file_nor_what_is_no_file_is_read(cache: Path) -> None:
+def test_neither_a_shared_file_nor_a_special_file_is_read(cache: Path) -> None:
     (cache / "table").chmod(0o666)
     with pytest.raises(NotPrivateError, match="table may be written by everyone"):
         read(cache)
@@ -102,7 +102,7 @@ def test_neither_a_shared_file_nor_what_is_no_file_is_read(cache: Path) -> None:
         read(cache)
 
 
-def test_a_link_on_the_way_is_as_safe_as_where_it_leads(cache: Path, tmp_path: Path) -> None:
+def test_a_link_is_as_safe_as_its_target(cache: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(cache.parent)
     assert read(link / "commlib") == b"kept"
@@ -111,8 +111,8 @@ def test_a_link_on_the_way_is_as_safe_as_where_it_leads(cache: Path, tmp_path: P
         read(link / "commlib")
 
 
-def test_what_was_checked_is_what_is_used(cache: Path) -> None:
-    """Another folder in its place after the check changes nothing: files are opened within what was checked."""
+def test_the_checked_folder_is_used(cache: Path) -> None:
+    """Replacing the folder after the check has no effect: files are opened within the checked folder."""
     with open_private(cache) as here:
         cache.rename(cache.with_name("moved"))
         cache.mkdir()
@@ -120,15 +120,15 @@ def test_what_was_checked_is_what_is_used(cache: Path) -> None:
         assert read_private("table", here) == b"kept"
 
 
-def test_the_group_of_one_user_is_this_user(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every user has a group of his own the umask is 002, and all that he makes may be written by his group."""
+def test_a_private_group_counts_as_the_user(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every user has a group of his own the umask is 002, and his group can write all his new files."""
     cache.parent.chmod(0o775)
     ours = cache.stat().st_gid, os.geteuid()
     monkeypatch.setattr(folders, "is_group_of_one", lambda gid, uid: (gid, uid) == ours)
     assert read(cache) == b"kept"
 
 
-def test_a_file_is_written_whole_or_not_at_all(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_completely_or_not_at_all(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -140,12 +140,12 @@ def test_a_file_is_written_whole_or_not_at_all(cache: Path, monkeypatch: pytest.
     assert os.listdir(cache) == ["table"]
 
 
-def test_the_users_cache_is_where_the_desktop_standard_says() -> None:
+def test_the_users_cache_follows_the_desktop_standard() -> None:
     assert user_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/commlib")
     assert user_cache({"XDG_CACHE_HOME": "relative"}) == user_cache({}) == Path.home() / ".cache/commlib"
 
 
 def test_a_user_without_a_home_has_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a container does not know the user, asking for the home raised RuntimeError at the start."""
+    """In a container without an entry for the user, looking up the home raised RuntimeError at the start."""
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert user_cache({}) == Path("/.cache/commlib")

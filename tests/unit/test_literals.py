@@ -1,4 +1,4 @@
-"""The words that type checkers accept are those that calls accept."""
+"""Type checkers accept exactly the words that calls accept."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from commlib.schedule.registry import algorithms, verbs
 ON_DEVICES = {"nccl", "messages", "host"}
 
 
-def test_operations() -> None:
+def test_types_have_all_operations() -> None:
     assert get_args(literals.Op) == (*OPERATIONS, *BITWISE)
     assert {resolve_op(name) for name in get_args(OpName)} == set(ReduceOp)
     assert {ReduceOp(op).core for op in ReduceOp} == set(get_args(OpName))
 
 
-def test_algorithms() -> None:
+def test_types_have_all_algorithms() -> None:
     """A new algorithm or path needs its name in the type."""
     scheduled = {name for verb in verbs() for name in algorithms(verb)}
     paths = {path.name for path in PATHS if path.name}
     assert set(get_args(literals.AlgorithmName)) == {"auto"} | scheduled | paths | ON_DEVICES
 
 
-def test_schedules() -> None:
+def test_types_have_all_schedules() -> None:
     assert set(get_args(literals.ScheduleName)) == {"auto", *table}

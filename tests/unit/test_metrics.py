@@ -32,11 +32,11 @@ def parsed(text):
     families = list(text_string_to_metric_families(text))
     assert {family.type for family in families} == {"counter"}
     samples = [sample for family in families for sample in family.samples]
-    found = {(s.name, s.labels["group"], s.labels["verb"]): s.value for s in samples}
-    return found, samples[0].labels
+    values = {(s.name, s.labels["group"], s.labels["verb"]): s.value for s in samples}
+    return values, samples[0].labels
 
 
-def test_what_was_called_is_counted_once_it_is_wanted(comm):
+def test_calls_are_counted_once_counting_is_on(comm):
     comm.all_reduce(np.ones(4, "float32"))
     with pytest.raises(UsageError, match=r"commlib\.metrics\.start"):
         comm.stats()
@@ -54,7 +54,7 @@ def test_what_was_called_is_counted_once_it_is_wanted(comm):
         stats.counts = {}
 
 
-def test_time_behind_other_work_is_not_exposed(comm):
+def test_time_hidden_by_other_work_is_not_exposed(comm):
     """The work takes long, and is waited for at its end only."""
     metrics.start()
     release = threading.Event()
@@ -86,7 +86,7 @@ def test_a_message_is_exposed_once():
     assert 0.15 < count.exposed <= count.seconds + 0.05
 
 
-def test_counting_goes_on_whatever_else_is_recorded(comm):
+def test_counting_continues_with_other_recordings(comm):
     metrics.start()
     comm.barrier()
     commlib.start_recording()
@@ -96,53 +96,53 @@ def test_counting_goes_on_whatever_else_is_recorded(comm):
     assert comm.stats()["barrier"].calls == 3
 
 
-def test_prometheus_reads_what_is_written(comm, tmp_path):
+def test_prometheus_reads_the_file(comm, tmp_path):
     metrics.start()
     comm.all_reduce(np.ones(4, "float32"))
     metrics.write_textfile(f"{tmp_path}/commlib-{{rank}}.prom")
     assert [path.name for path in tmp_path.iterdir()] == ["commlib-0.prom"]
-    found, labels = parsed((tmp_path / "commlib-0.prom").read_text())
+    values, labels = parsed((tmp_path / "commlib-0.prom").read_text())
     assert labels["rank"] == "0"
-    assert found["commlib_calls_total", "world", "all_reduce"] == 1
-    assert found["commlib_bytes_total", "world", "all_reduce"] == 16
-    assert found["commlib_failed_calls_total", "world", "all_reduce"] == 0
+    assert values["commlib_calls_total", "world", "all_reduce"] == 1
+    assert values["commlib_bytes_total", "world", "all_reduce"] == 16
+    assert values["commlib_failed_calls_total", "world", "all_reduce"] == 0
     count = comm.stats()["all_reduce"]
-    assert found["commlib_seconds_total", "world", "all_reduce"] == count.seconds
-    assert found["commlib_exposed_seconds_total", "world", "all_reduce"] == count.exposed
+    assert values["commlib_seconds_total", "world", "all_reduce"] == count.seconds
+    assert values["commlib_exposed_seconds_total", "world", "all_reduce"] == count.exposed
     with pytest.raises(UsageError, match=r"rank 0: cannot write /nowhere/x\.prom"):
         metrics.write_textfile("/nowhere/x.prom")
 
 
-def test_a_scrape_sees_what_is_counted_then(comm):
+def test_a_scrape_returns_current_counts(comm):
     server = metrics.serve()
     try:
         comm.barrier()
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as reply:
-            found, _ = parsed(reply.read().decode())
-        assert found["commlib_calls_total", "world", "barrier"] == 1
+            values, _ = parsed(reply.read().decode())
+        assert values["commlib_calls_total", "world", "barrier"] == 1
         with pytest.raises(UsageError, match=rf"cannot listen on 127\.0\.0\.1:{server.port}"):
             metrics.serve(server.port)
     finally:
         server.close()
 
 
-def test_a_flat_dict_for_trackers(comm):
+def test_trackers_get_a_flat_dict(comm):
     metrics.start()
     comm.barrier()
     comm.split(0, name="a (b)").barrier()
-    found = metrics.values("x/")
-    assert found["x/world/barrier/calls"] == 1.0 and found["x/a _b_/barrier/calls"] == 1.0
-    assert {type(value) for value in found.values()} == {float}
-    assert {key.rpartition("/")[2] for key in found} == {
+    values = metrics.values("x/")
+    assert values["x/world/barrier/calls"] == 1.0 and values["x/a _b_/barrier/calls"] == 1.0
+    assert {type(value) for value in values.values()} == {float}
+    assert {key.rpartition("/")[2] for key in values} == {
         "calls", "failed_calls", "bytes", "seconds", "queued_seconds", "exposed_seconds",
     }  # fmt: skip
 
 
-def test_callbacks_may_fail_and_end_with_commlib(comm, caplog):
+def test_callbacks_may_fail_and_stop_at_shutdown(comm, caplog):
     got, enough = [], threading.Event()
 
-    def callback(found):
-        got.append(found)
+    def callback(values):
+        got.append(values)
         if len(got) == 1:
             raise ValueError("not reached")
         enough.set()
@@ -158,7 +158,7 @@ def test_callbacks_may_fail_and_end_with_commlib(comm, caplog):
         metrics.on_metrics(callback, every=0)
 
 
-def test_without_prometheus_client_the_extra_is_named():
+def test_a_missing_prometheus_client_is_an_error_with_the_extra():
     program = """
 import sys
 sys.modules["prometheus_client"] = None

@@ -18,7 +18,7 @@ from commlib.transport.loopback import transports
 
 
 class Ranks:
-    """Runs `agree` on ranks that are threads. probed: by how many ranks it was tried."""
+    """Runs `agree` on ranks that are threads. probed: the number of ranks that probed."""
 
     def __init__(self, monkeypatch, failure=""):
         self.probed = 0
@@ -32,29 +32,29 @@ class Ranks:
         monkeypatch.setattr(cuda_probe, "probe", probe)
 
     def agree(self, everyone):
-        found = {}
+        answers = {}
         threads = [
-            threading.Thread(target=lambda end=end: found.update({end.rank: agree(everyone, end)}), daemon=True)
+            threading.Thread(target=lambda end=end: answers.update({end.rank: agree(everyone, end)}), daemon=True)
             for end in transports(len(everyone))
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(20)
-        assert len(found) == len(everyone) and len(set(found.values())) == 1
-        return found[0]
+        assert len(answers) == len(everyone) and len(set(answers.values())) == 1
+        return answers[0]
 
 
 YES, NO, UNKNOWN = (("a", Answer(says, f"MPI X: says {says}")) for says in (True, False, None))
 
 
-def test_nobody_has_a_gpu(monkeypatch):
-    """Nothing is exchanged: one rank alone learns it."""
+def test_without_gpus_nothing_is_probed(monkeypatch):
+    """Nothing is exchanged: a single rank gets the answer."""
     first, _ = transports(2)
     assert agree([None, None], first) is False
 
 
-def test_one_rank_of_each_host_tries(monkeypatch, caplog):
+def test_one_rank_of_each_host_probes(monkeypatch, caplog):
     ranks = Ranks(monkeypatch)
     with caplog.at_level(logging.INFO, "commlib"):
         assert ranks.agree([None, YES, YES, ("b", Answer(True, "")), ("b", Answer(None, ""))]) is True
@@ -64,7 +64,7 @@ def test_one_rank_of_each_host_tries(monkeypatch, caplog):
     ]
 
 
-def test_one_no_is_enough(monkeypatch, caplog):
+def test_one_negative_answer_is_enough(monkeypatch, caplog):
     ranks = Ranks(monkeypatch)
     with caplog.at_level(logging.INFO, "commlib"):
         assert ranks.agree([YES, NO, None]) is False
@@ -72,17 +72,17 @@ def test_one_no_is_enough(monkeypatch, caplog):
     assert "GPU data goes through host memory: MPI cannot use GPU memory (MPI X: says False)" in caplog.text
 
 
-@pytest.mark.parametrize("told, level", [(YES, logging.WARNING), (UNKNOWN, logging.INFO)])
-def test_a_probe_that_fails(monkeypatch, caplog, told, level):
+@pytest.mark.parametrize("reply, level", [(YES, logging.WARNING), (UNKNOWN, logging.INFO)])
+def test_a_failed_probe_is_reported(monkeypatch, caplog, reply, level):
     ranks = Ranks(monkeypatch, "ended by SIGSEGV")
     with caplog.at_level(logging.INFO, "commlib"):
-        assert ranks.agree([None, told, told]) is False
+        assert ranks.agree([None, reply, reply]) is False
     [record] = caplog.records
     assert record.levelno == level and ranks.probed == 1
     assert "rank 1: ended by SIGSEGV" in record.message and "COMMLIB_CUDA_AWARE=yes" in record.message
 
 
-def test_a_library_that_cannot_be_asked_is_tried(monkeypatch):
+def test_a_library_without_an_answer_is_probed(monkeypatch):
     assert Ranks(monkeypatch).agree([UNKNOWN, UNKNOWN]) is True
 
 
@@ -96,7 +96,7 @@ def test_a_library_that_cannot_be_asked_is_tried(monkeypatch):
         ("no", "", set()),
     ],
 )
-def test_what_the_user_says_counts(monkeypatch, aware, devices, expected):
+def test_the_users_setting_wins(monkeypatch, aware, devices, expected):
     settings = Config(cuda_aware=aware, mpi_devices=devices)
     assert list_device_kinds(settings) == expected
     if aware != "auto" or "cuda" in devices:
@@ -104,8 +104,8 @@ def test_what_the_user_says_counts(monkeypatch, aware, devices, expected):
         assert report(settings) is None
 
 
-def test_who_may_have_a_gpu(monkeypatch):
-    """A driver, CuPy, and no word that hides all GPUs."""
+def test_a_driver_and_cupy_mean_a_possible_gpu(monkeypatch):
+    """A driver, CuPy, and no setting that hides all GPUs."""
     monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setitem(sys.modules, "cupy", object())
     assert may_have_gpu({}) and may_have_gpu({"CUDA_VISIBLE_DEVICES": "2,3"})

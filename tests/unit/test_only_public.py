@@ -1,4 +1,4 @@
-"""Tests look at public things only: what is private may change without a word to them."""
+"""Tests use public names only: private names may change without notice."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 ADAPTERS = ("torch_adapter", "tensorflow_adapter")
-# What their tests may use as well: modules of an adapter, whose public names they test there, and what frameworks keep
-# private: counts of writes to a tensor, and of steps; how a tensor is faked; a legacy loss scale.
+# Further names that tests may use: modules of an adapter, whose public names they test, and private names of frameworks
+# for counts of writes to a tensor, and of steps; for a fake tensor; for a legacy loss scale.
 OF_ADAPTERS = re.compile(
     r"(commlib_torch|commlib_tensorflow|ct)(\.keras|\.pipelines)?\._[a-z]\w*(\.[A-Za-z]\w*)?"
     r"|\w+\._(version|iterations|loss_scale)|torch\._subclasses\.fake_tensor\.FakeTensorMode"
@@ -32,7 +32,7 @@ OWN = ("self", "cls")
 
 
 def uses(source: str) -> Iterator[tuple[int, str]]:
-    """Give (line, what) of each private thing of somebody else's that a file of tests uses."""
+    """Yield (line, name) of each private name that a file of tests uses and does not own."""
     tree = ast.parse(source)
     own = set(made_here(tree))
     for node in ast.walk(tree):
@@ -42,7 +42,7 @@ def uses(source: str) -> Iterator[tuple[int, str]]:
 
 
 def made_here(tree: ast.AST) -> Iterator[str]:
-    """Give the private names that a file's own classes give to themselves."""
+    """Yield the private names that a file's own classes define."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
             yield node.attr
@@ -73,22 +73,22 @@ def used_by(node: ast.AST, own: set[str]) -> Iterator[str]:
             named = [value.value for value in values if isinstance(value, ast.Constant)]
             yield from (name for name in named if isinstance(name, str) and PRIVATE.fullmatch(name))
         case ast.Constant(str(text)):
-            yield from (".".join(found) for found in IN_TEXT.findall(text) if found[0] not in OWN)
+            yield from (".".join(names_) for names_ in IN_TEXT.findall(text) if names_[0] not in OWN)
 
 
 FILES = sorted(TESTS.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(TESTS)))
-def test_only_public_things_are_used(path: Path) -> None:
+def test_only_public_names_are_used(path: Path) -> None:
     if path == Path(__file__):
-        return  # its examples below are of what is refused
+        return  # its examples below are refused names
     allowed = OF_ADAPTERS.fullmatch if set(path.parts) & set(ADAPTERS) else lambda what: None
     used = [(line, what) for line, what in uses(path.read_text("utf-8")) if not allowed(what)]
-    found = [f"{path.relative_to(TESTS.parent)}:{line}: {what}" for line, what in used]
-    assert not found, (
+    names_ = [f"{path.relative_to(TESTS.parent)}:{line}: {what}" for line, what in used]
+    assert not names_, (
         "private names in tests (look at an effect, an event or a statistic; pass in what you stand in for; or "
-        "make the name public, with a docstring):\n" + "\n".join(found)
+        "make the name public, with a docstring):\n" + "\n".join(names_)
     )
 
 
@@ -117,5 +117,5 @@ def test_attributes_of_an_adapter_are_refused(what: str) -> None:
         ('PROGRAM = "\\nos._exit(4)\\n"', []),
     ],
 )
-def test_what_is_private_is_found(source: str, names: list[str]) -> None:
+def test_private_names_are_found(source: str, names: list[str]) -> None:
     assert [name for _, name in uses(source)] == names

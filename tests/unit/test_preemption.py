@@ -1,4 +1,4 @@
-"""Signals are noted, agreed upon, and answered by asking Slurm for another start."""
+"""Signals are recorded, agreed upon, and answered by a request to Slurm for another start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USR1, TERM = signal.SIGUSR1, signal.SIGTERM
 
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
-    """What tests do to handlers does not last."""
+    """Restore signal handlers after each test."""
     before = {number: signal.getsignal(number) for number in (USR1, TERM)}
     yield
     for number, handler in before.items():
@@ -33,38 +33,38 @@ def handlers() -> Any:
 
 
 def alone(preemption: Preemption) -> list[bool]:
-    """Ask a few times, as the only rank."""
-    asked: list[bool] = []
+    """Query a few times, as the only rank."""
+    answers: list[bool] = []
 
     def rank(comm: Any) -> None:
         preemption.comm = comm
-        asked.extend(preemption.requested() for _ in range(4))
+        answers.extend(preemption.requested() for _ in range(4))
 
     run(1, rank)
-    return asked
+    return answers
 
 
-def test_a_signal_is_obeyed_at_the_next_question() -> None:
+def test_a_signal_takes_effect_at_the_next_query() -> None:
     with Preemption() as preemption:
         assert alone(preemption) == [False] * 4
         os.kill(os.getpid(), USR1)
         assert alone(preemption) == [True] * 4 and not preemption.stops
 
 
-def test_ranks_ask_in_every_so_manieth_call() -> None:
+def test_ranks_agree_in_every_nth_call() -> None:
     with Preemption(every=3) as preemption:
         os.kill(os.getpid(), USR1)
         assert alone(preemption) == [False, False, True, True]
 
 
-def test_who_is_asked_to_stop_does_not_come_back() -> None:
+def test_a_stopped_job_is_not_requeued() -> None:
     with Preemption((USR1, TERM)) as preemption:
         os.kill(os.getpid(), TERM)
         os.kill(os.getpid(), USR1)
         assert alone(preemption)[0] and preemption.stops
 
 
-def test_handlers_are_put_back_unless_the_process_is_about_to_leave() -> None:
+def test_handlers_are_restored_unless_the_process_is_leaving() -> None:
     """A launcher that passed a signal on twice ended a process that was leaving."""
     signal.signal(USR1, signal.SIG_DFL)
     with Preemption() as preemption:
@@ -76,7 +76,7 @@ def test_handlers_are_put_back_unless_the_process_is_about_to_leave() -> None:
     assert signal.getsignal(USR1) == signal.SIG_IGN
 
 
-def test_wrong_uses_are_named() -> None:
+def test_wrong_uses_are_errors() -> None:
     with pytest.raises(UsageError, match="expected some signals and every >= 1"):
         Preemption(())
     with pytest.raises(UsageError, match="expected some signals and every >= 1"):
@@ -107,14 +107,14 @@ JOBS = {
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_the_job_as_scontrol_calls_it(job: str) -> None:
+def test_the_job_has_the_name_that_scontrol_expects(job: str) -> None:
     """The last element of an array has the array's number: requeueing that would start all of it again."""
     assert slurm_job(JOBS[job]) == job
 
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A scontrol that writes down how it was called, and does not like job 13."""
+    """A scontrol that records its calls, and refuses job 13."""
     script = tmp_path / "scontrol"
     script.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n[ "$2" != 13 ] || {{ echo unlucky >&2; exit 1; }}\n')
     script.chmod(0o755)
@@ -122,14 +122,14 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calls"
 
 
-def test_slurm_is_asked(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_slurm_gets_the_request(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert requeue("7_2") and not caplog.records
     assert scontrol.read_text() == "requeue 7_2\n"
     assert not requeue("13")
     assert "the job is not requeued: scontrol requeue 13 failed (unlucky)" in caplog.text
 
 
-def test_without_scontrol_that_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_scontrol_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert not requeue("7")
     assert "scontrol requeue 7 failed (" in caplog.text
@@ -139,8 +139,8 @@ def test_a_preemption_prints_its_signals_and_state() -> None:
     assert repr(Preemption(signals=(USR1, TERM))) == "<Preemption on SIGUSR1, SIGTERM: not requested>"
 
 
-def left(preemption: Preemption) -> None:
-    """Ask in some steps, again after a signal, and leave as the only rank."""
+def leave_after_signal(preemption: Preemption) -> None:
+    """Query in some steps, again after a signal, and leave as the only rank."""
 
     def leave(comm: Any) -> None:
         preemption.comm = comm
@@ -153,15 +153,13 @@ def left(preemption: Preemption) -> None:
     run(1, leave)
 
 
-def test_a_run_that_trains_for_less_time_than_its_start_took_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A job with a long start and a short time limit was requeued for days without progress that anybody saw."""
+def test_a_run_shorter_than_its_start_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A job with a long start and a short time limit was requeued for days without visible progress."""
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("commlib.preemption.process_age", lambda: 7.25)
     with Preemption() as preemption:
-        left(preemption)
+        leave_after_signal(preemption)
     (warning,) = [record.getMessage() for record in caplog.records if "trained for" in record.getMessage()]
     assert (
         re.search(r"trained for \d\.\d s after a start of 7\.2 s", warning)
@@ -171,12 +169,12 @@ def test_a_run_that_trains_for_less_time_than_its_start_took_is_warned_of(
 
 
 @pytest.mark.parametrize("age", [0.0, None])
-def test_a_run_that_is_worth_its_start_is_not(
+def test_a_run_longer_than_its_start_does_not_warn(
     age: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("commlib.preemption.process_age", lambda: age)
     with Preemption() as preemption:
-        left(preemption)
+        leave_after_signal(preemption)
     assert "trained for" not in caplog.text
 
 

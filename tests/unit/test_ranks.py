@@ -50,7 +50,7 @@ def test_ranks_have_one_communicator() -> None:
     run(2, check)
 
 
-def test_a_mesh_of_several_axes_is_one_group_only_where_that_is_meant() -> None:
+def test_a_mesh_of_several_axes_counts_as_one_group_only_where_intended() -> None:
     def check(comm: Any) -> None:
         mesh = Mesh(ranks=comm, pp=2, tp=2)
         assert communicator_of(mesh, "GradScaler", whole=True) is comm
@@ -79,7 +79,7 @@ def test_every_call_refuses_with_one_text(given: Any, tmp_path: Path) -> None:
             call()
 
 
-def test_ranks_are_given_once() -> None:
+def test_ranks_can_be_given_only_once() -> None:
     check_one_choice("DistributedOptimizer", process_set=None, ranks=3, mesh=None)
     with pytest.raises(UsageError, match="DistributedOptimizer: process_set= and mesh= both say which ranks"):
         check_one_choice("DistributedOptimizer", process_set=1, ranks=None, mesh=2)

@@ -102,7 +102,7 @@ def settings(parameters: list[Parameter], without: set[str]) -> list[Parameter]:
     return [one for one in parameters if one.kind == "KEYWORD_ONLY" and one.name not in without]
 
 
-def test_parameters_are_the_same(both: tuple[Signatures, Signatures]) -> None:
+def test_adapters_have_the_same_parameters(both: tuple[Signatures, Signatures]) -> None:
     torch, tensorflow = both
     common = torch.keys() & tensorflow.keys()
     assert {"Checkpoint", "Pipeline.clip_grad_norm", "all_reduce", "expertize", "parallelize", "pipeline"} <= common

@@ -1,4 +1,4 @@
-"""The soak draws the same on all ranks, and everything there is."""
+"""The soak draws the same calls on all ranks, and covers everything."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def draw(count, *, seed=1, thread=0, size=4, novelty=0.02):
     return list(islice(Script(seed, thread, teams(size), novelty), count))
 
 
-def test_it_depends_on_seed_and_thread_alone():
+def test_draws_depend_only_on_seed_and_thread():
     assert draw(500) == draw(500)
     assert draw(500) != draw(500, seed=2) and draw(500) != draw(500, thread=1)
 
 
-def test_kinds_of_calls_repeat_unless_novelty_is_asked_for():
+def test_kinds_of_calls_repeat_except_with_novelty():
     few, many = (Counter((step.team, step.verb, step.kind) for step in draw(10_000, novelty=n)) for n in (0, 1))
     assert len(few) < 2500 < 5000 < len(many)
 
@@ -53,6 +53,6 @@ def test_every_verb_dtype_operation_and_algorithm_is_drawn():
 
 
 def test_every_verb_that_moves_data_is_in_the_soak():
-    """A new verb belongs there."""
+    """A new verb must be added there."""
     twins = {name.removesuffix("_async") for name in dir(Communicator) if name.endswith("_async")}
     assert twins - {"send", "recv"} <= WEIGHTS.keys()

@@ -51,7 +51,7 @@ def test_case_and_separators_do_not_count() -> None:
     assert suggest("Mean", ("sum", "mean")) == "; did you mean 'mean'?"
 
 
-def test_a_name_that_is_like_no_other_gets_no_suggestion() -> None:
+def test_a_name_unlike_any_other_gets_no_suggestion() -> None:
     assert suggest("xyz", ("sum", "mean")) == "" == suggest(None, ())
 
 

@@ -14,7 +14,7 @@ def test_ranks_are_grouped_by_node_in_the_order_of_their_first_ranks():
     assert [topology.node(rank) for rank in range(7)] == [0, 1, 0, 1, 1, 2, 2]
 
 
-def test_there_are_as_many_columns_as_the_smallest_node_has_ranks():
+def test_the_smallest_node_sets_the_number_of_columns():
     topology = Topology.of([0, 0, 0, 1, 1])
     assert topology.rails == 2
     assert [topology.rail(number) for number in range(2)] == [(0, 3), (1, 4)]

@@ -31,23 +31,23 @@ def names(paths: list[Path]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def faults() -> set[Fault]:
-    """What mypy finds."""
+    """Return the faults that mypy reports."""
     files = names([*RIGHT, *WRONG, *EXAMPLES])
     command = [sys.executable, "-m", "mypy", "--show-error-codes", "--no-error-summary", "--no-pretty", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    found = re.findall(r"(?m)^(\S+?):(\d+): error: .*\[([\w-]+)\]$", done.stdout)
-    return {(file, int(line), code) for file, line, code in found}
+    errors = re.findall(r"(?m)^(\S+?):(\d+): error: .*\[([\w-]+)\]$", done.stdout)
+    return {(file, int(line), code) for file, line, code in errors}
 
 
 def marked(path: Path) -> set[Fault]:
-    """The expected faults of a script."""
-    found = ((number, re.search(r"# error: ([\w-]+)$", line)) for number, line in enumerate(path.open(), 1))
-    return {(str(path.relative_to(ROOT)), number, mark[1]) for number, mark in found if mark is not None}
+    """Return the expected faults of a script."""
+    comments = ((number, re.search(r"# error: ([\w-]+)$", line)) for number, line in enumerate(path.open(), 1))
+    return {(str(path.relative_to(ROOT)), number, mark[1]) for number, mark in comments if mark is not None}
 
 
 @pytest.mark.parametrize("path", names(RIGHT))
-def test_scripts_pass(path: str, faults: set[Fault]) -> None:
+def test_users_scripts_pass(path: str, faults: set[Fault]) -> None:
     assert not {fault for fault in faults if fault[0] == path}
 
 
@@ -70,9 +70,9 @@ FORCED = {
 }
 
 
-def test_ignored_faults_are_not_ours() -> None:
+def test_examples_ignore_only_faults_of_untyped_frameworks() -> None:
     """Examples ignore only what untyped frameworks force on them."""
-    found = [line for path in EXAMPLES for line in path.open() if "type: ignore" in line]
+    ignored = [line for path in EXAMPLES for line in path.open() if "type: ignore" in line]
     for reason, count in FORCED.items():
-        assert sum(reason in line for line in found) == count, reason
-    assert len(found) == sum(FORCED.values())
+        assert sum(reason in line for line in ignored) == count, reason
+    assert len(ignored) == sum(FORCED.values())

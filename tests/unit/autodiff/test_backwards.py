@@ -105,7 +105,7 @@ def matrix(comm: Any, call: VerbCall | None, shape: tuple[int, ...] | None, rule
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_is_the_transposed_map(name: str, size: int) -> None:
+def test_a_backward_is_the_transposed_map(name: str, size: int) -> None:
     def check(comm: Any) -> None:
         call, shape = CASES[name](comm.rank, size)
         forward, back, own = matrix(comm, call, shape)
@@ -125,8 +125,8 @@ def ratio(verb: str, size: int) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_horovod_s_convention_is_another_scale(name: str) -> None:
-    """As its operations by name are tested against Horovod's own in the adapters' tests."""
+def test_horovods_convention_differs_by_a_scale(name: str) -> None:
+    """The adapters' tests compare these with Horovod's own operations by name."""
     size = 3
 
     def check(comm: Any) -> None:
@@ -142,7 +142,7 @@ def test_horovod_s_convention_is_another_scale(name: str) -> None:
 @settings(max_examples=20, deadline=None)
 @given(name=st.sampled_from(sorted(CASES)), size=st.integers(1, 5), nodes=st.integers(1, 3), seed=st.integers(0, 99))
 def test_inner_products_agree(name: str, size: int, nodes: int, seed: int) -> None:
-    """The sum over ranks of <y, V x> is that of <V^T y, x>, for x and y of small integers."""
+    """The sum over ranks of <y, V x> equals the sum of <V^T y, x>, for x and y of small integers."""
 
     def check(comm: Any) -> None:
         random = np.random.default_rng([seed, comm.rank])
@@ -163,7 +163,7 @@ def test_inner_products_agree(name: str, size: int, nodes: int, seed: int) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "complex64"])
-def test_dtypes_and_arrays_stay_what_they_are(dtype: Any) -> None:
+def test_backwards_keep_dtypes_and_leave_inputs_alone(dtype: Any) -> None:
     def check(comm: Any) -> None:
         for name in ("reduce_scatter mean, uneven", "broadcast", "all_gather_v", "reduce mean"):
             call, shape = CASES[name](comm.rank, comm.size)
@@ -173,8 +173,8 @@ def test_dtypes_and_arrays_stay_what_they_are(dtype: Any) -> None:
             assert (x == 1).all()
             if result is not None:
                 assert result.dtype == x.dtype
-                gradient, _ = apply(comm, back, kept := np.full_like(result, 2))
-                assert (kept == 2).all()
+                gradient, _ = apply(comm, back, seed_gradient := np.full_like(result, 2))
+                assert (seed_gradient == 2).all()
             else:
                 gradient, _ = apply(comm, back, None)
             assert gradient.dtype == x.dtype and gradient.shape == shape
@@ -187,7 +187,7 @@ LINEAR = {"scan": "sum has"}
 
 @pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "reduce_scatter_v", "reduce", "scan"])
 @pytest.mark.parametrize("op", ["min", "max", "prod"])
-def test_what_is_not_linear_is_refused_before_anything_is_sent(verb: str, op: Any) -> None:
+def test_nonlinear_operations_are_refused_before_anything_is_sent(verb: str, op: Any) -> None:
     def check(comm: Any) -> None:
         if comm.rank == 0:
             with pytest.raises(

@@ -1,4 +1,4 @@
-"""Unit tests start no MPI: what the command line does before it measures is tested where jobs are started."""
+"""Unit tests start no MPI: tests that start jobs cover what the command line does before it measures."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_init(monkeypatch):
-    """MPI once started in a process of all unit tests, and the logger that `init` sets up, changed what others saw."""
+    """MPI, once started in the process of the unit tests, and the logger of `init` changed other tests' results."""
     monkeypatch.setattr("commlib.init", lambda: None)

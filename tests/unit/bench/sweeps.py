@@ -28,17 +28,17 @@ FACTS: dict[str, Any] = {
 
 
 def header(plan: SweepPlan | None = None, **changes: Any) -> dict[str, Any]:
-    """The line that says where."""
+    """Return the first line of a file, with the environment."""
     facts = {**FACTS, **changes}
     return {"kind": "environment", "number": 0, "format": FORMAT, "plan": to_table(plan or SweepPlan()), "facts": facts}
 
 
 def line(case: SweepCase, seconds: dict[str, list[float]] | None = None, **changes: Any) -> dict[str, Any]:
     """The line of a case, without figures if there are no seconds."""
-    found: dict[str, Any] = {"kind": "case", "key": case.key, "name": case.name, "case": asdict(case)}
-    found |= {"status": "ok" if seconds else "refused", "reason": "" if seconds else "it is <not> there", "notes": []}
+    record: dict[str, Any] = {"kind": "case", "key": case.key, "name": case.name, "case": asdict(case)}
+    record |= {"status": "ok" if seconds else "refused", "reason": "" if seconds else "it is <not> there", "notes": []}
     if seconds:
-        made = row(
+        measured = row(
             case.verb,
             ranks=case.ranks,
             dtype=case.dtype,
@@ -50,10 +50,10 @@ def line(case: SweepCase, seconds: dict[str, list[float]] | None = None, **chang
             bound_seconds=[case.nbytes / 1e10] if case.nbytes else [],
             in_place=case.in_place if VERBS[case.verb].name != "barrier" else None,
         )
-        found["row"] = made.figures()
+        record["row"] = measured.figures()
     else:
-        found["row"] = None
-    return {**found, "took": 1.0, "environment": 0, "date": FACTS["date"], **changes}
+        record["row"] = None
+    return {**record, "took": 1.0, "environment": 0, "date": FACTS["date"], **changes}
 
 
 def write(
@@ -67,11 +67,11 @@ def write(
     """Write a sweep: each case takes 10 us and 0.1 ns a byte, MPI twice as much, and an algorithm "ring" is refused."""
     table = {"verbs": ["all_reduce", "barrier"], "sizes": ["4K", "64K", "1M"], "algorithms": ["auto", "ring"]}
     chosen = parse_plan({**table, "peers": ["mpi"], "nodes": [1, 2], **(plan or {})})
-    found, _ = cases(chosen, (2, 2))
+    planned, _ = cases(chosen, (2, 2))
     lines = [header(chosen, **(facts or {}))]
-    for case in found:
+    for case in planned:
         time = (10e-6 + case.nbytes * 1e-10) * slower
         seconds = {"commlib": [time * share for share in (0.99, 1.0, 1.01)[:rounds]], "mpi": [2 * time] * rounds}
         lines.append(line(case, None if case.algorithm == "ring" else seconds))
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    return found
+    return planned

@@ -1,4 +1,4 @@
-"""Cases of all ranks side by side: what a correct collective does to them is right, and nothing else is."""
+"""Cases of all ranks side by side: the check accepts a correct collective's results and no others."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ DATA = [verb for verb in VERBS if verb != "barrier"]
 
 
 def make(verb, nbytes=3000, dtype="float32", in_place=None, op="sum"):
-    """The cases of all ranks, filled."""
+    """Return the filled cases of all ranks."""
     place = VERBS[verb].in_place in ("usual", "only") if in_place is None else in_place
-    made = [
+    cases_ = [
         cases.make(
             verb, rank=rank, size=RANKS, allocate=np.empty, nbytes=nbytes, dtype=dtype, op=op, root=ROOT, in_place=place
         )
         for rank in range(RANKS)
     ]
-    for case in made:
+    for case in cases_:
         case.fill()
-    return made
+    return cases_
 
 
-def collective(verb, made):
-    """Do it, in numpy, on all ranks at once."""
-    xs: Any = [None if case.x is None else case.x.copy() for case in made]
-    for rank, case in enumerate(made):
+def collective(verb, cases_):
+    """Run the collective in numpy, for all ranks at once."""
+    xs: Any = [None if case.x is None else case.x.copy() for case in cases_]
+    for rank, case in enumerate(cases_):
         if case.out is None:
             continue
         if verb in ("all_reduce", "reduce"):
@@ -47,7 +47,7 @@ def collective(verb, made):
         elif verb == "scatter":
             result = np.split(xs[ROOT], RANKS)[rank]
         elif verb == "all_to_all_v":
-            parts = [np.split(x, np.cumsum(made[source].splits)[:-1]) for source, x in enumerate(xs)]
+            parts = [np.split(x, np.cumsum(cases_[source].splits)[:-1]) for source, x in enumerate(xs)]
             result = np.concatenate([parts[source][rank] for source in range(RANKS)])
         elif verb == "all_to_all":
             result = np.concatenate([np.split(x, RANKS)[rank] for x in xs])
@@ -59,32 +59,32 @@ def collective(verb, made):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex128"])
 @pytest.mark.parametrize("verb", DATA)
 @pytest.mark.parametrize("nbytes", [1, 3000, 70_000])
-def test_a_correct_collective_leaves_nothing_wrong(verb, dtype, nbytes):
-    made = make(verb, nbytes, dtype)
-    collective(verb, made)
-    assert [case.wrong() for case in made] == [0] * RANKS
+def test_a_correct_collective_has_no_errors(verb, dtype, nbytes):
+    cases_ = make(verb, nbytes, dtype)
+    collective(verb, cases_)
+    assert [case.wrong() for case in cases_] == [0] * RANKS
 
 
 @pytest.mark.parametrize("verb", [name for name in DATA if VERBS[name].in_place == "able"])
-def test_in_place(verb):
-    made = make(verb, in_place=True)
-    for case in made:
+def test_in_place_cases_are_checked(verb):
+    cases_ = make(verb, in_place=True)
+    for case in cases_:
         assert case.out is None or np.shares_memory(case.x, case.out)
-    collective(verb, made)
-    assert [case.wrong() for case in made] == [0] * RANKS
+    collective(verb, cases_)
+    assert [case.wrong() for case in cases_] == [0] * RANKS
 
 
 @pytest.mark.parametrize("verb", DATA)
 def test_a_collective_that_does_nothing_is_wrong_everywhere(verb):
-    """What an earlier contender has left in the result must not pass for one's own."""
-    made = make(verb)
-    collective(verb, made)
-    for case in made:
+    """Data that an earlier contender left in the result must not pass as a result."""
+    cases_ = make(verb)
+    collective(verb, cases_)
+    for case in cases_:
         case.fill()
     if VERBS[verb].in_place == "usual":
-        assert all(case.wrong() > len(case.out) // 2 for case in made)
+        assert all(case.wrong() > len(case.out) // 2 for case in cases_)
         return
-    for case in made:
+    for case in cases_:
         if case.out is None or (verb == "broadcast" and case.rank == ROOT):
             assert case.wrong() == 0
         else:
@@ -93,9 +93,9 @@ def test_a_collective_that_does_nothing_is_wrong_everywhere(verb):
 
 @pytest.mark.parametrize("verb", DATA)
 def test_single_wrong_elements_are_counted(verb):
-    made = make(verb)
-    collective(verb, made)
-    for case in made:
+    cases_ = make(verb)
+    collective(verb, cases_)
+    for case in cases_:
         if case.out is not None:
             case.out[0] += 1
             case.out[-1] = np.nan
@@ -103,27 +103,27 @@ def test_single_wrong_elements_are_counted(verb):
 
 
 def test_a_shifted_or_swapped_block_is_wrong():
-    made = make("all_to_all")
-    collective("all_to_all", made)
-    for case in made:
+    cases_ = make("all_to_all")
+    collective("all_to_all", cases_)
+    for case in cases_:
         shifted = np.roll(case.out, 64)
         case.out[...] = shifted
         assert case.wrong() > len(shifted) // 2
-    made = make("all_gather")
-    collective("all_gather", made)
-    for case in made:
+    cases_ = make("all_gather")
+    collective("all_gather", cases_)
+    for case in cases_:
         blocks = np.split(case.out.copy(), RANKS)
         case.out[...] = np.concatenate([blocks[1], blocks[0], blocks[2]])
         assert case.wrong() > len(case.out) // 2
 
 
-def test_sizes_and_counts_are_those_of_nccl_tests():
+def test_sizes_and_counts_match_nccl_tests():
     for verb in ("all_reduce", "broadcast", "reduce", "send_recv"):
         case = make(verb, 1000)[0]
         assert (case.count, case.nbytes) == (250, 1000)
     for verb in ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter"):
         case = make(verb, 1000)[0]
-        assert (case.count, case.nbytes) == (83, 83 * RANKS * 4)  # the count is that of one part
+        assert (case.count, case.nbytes) == (83, 83 * RANKS * 4)  # the count of one part
     assert make("all_gather", 1)[0].nbytes == RANKS * 4  # never nothing
     lengths = {"gather": (83, 249), "scatter": (249, 83), "reduce_scatter": (249, 83), "all_to_all": (249, 249)}
     for verb, (given, got) in lengths.items():
@@ -132,22 +132,22 @@ def test_sizes_and_counts_are_those_of_nccl_tests():
 
 
 def test_an_uneven_exchange_has_uneven_parts():
-    made = make("all_to_all_v", 1000)
-    assert [case.splits for case in made] == [[41, 82, 123], [82, 123, 41], [123, 41, 82]]
-    assert [case.takes for case in made] == [
-        list(column) for column in zip(*(case.splits for case in made), strict=True)
+    cases_ = make("all_to_all_v", 1000)
+    assert [case.splits for case in cases_] == [[41, 82, 123], [82, 123, 41], [123, 41, 82]]
+    assert [case.takes for case in cases_] == [
+        list(column) for column in zip(*(case.splits for case in cases_), strict=True)
     ]
-    assert all((case.count, case.nbytes) == (41, 41 * 6 * 4) for case in made)  # the count is that of the smallest part
+    assert all((case.count, case.nbytes) == (41, 41 * 6 * 4) for case in cases_)  # the count of the smallest part
 
 
-def test_only_the_root_has_what_only_the_root_needs():
+def test_only_the_root_has_root_data():
     assert [case.out is None for case in make("gather")] == [True, False, True]
     assert [case.out is None for case in make("reduce")] == [True, False, True]
     assert [case.x is None for case in make("scatter")] == [True, False, True]
     assert [case.given is None for case in make("broadcast")] == [True, False, True]
 
 
-def test_clearing_and_rewriting():
+def test_cases_can_be_cleared_and_rewritten():
     case = make("all_gather", dtype="bfloat16")[0]
     case.clear()
     assert not case.x.any() and not case.out.any()

@@ -1,4 +1,4 @@
-"""The command line: what it hands on, and its exit codes. Here no rank is started: `run` is replaced."""
+"""The command line: the options it passes on, and its exit codes. No rank is started: `run` is replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commlib.cli import main
 
 @pytest.fixture
 def command(monkeypatch):
-    """Run the command line and return (exit code, the options that it handed on)."""
+    """Run the command line and return (exit code, the options passed on)."""
     for name in ("PMIX_RANK", "PMI_RANK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -36,11 +36,11 @@ def command(monkeypatch):
     return call
 
 
-def test_defaults_are_left_to_the_verb(command):
+def test_the_verb_sets_the_defaults(command):
     assert command("all_reduce") == (0, [BenchOptions("all_reduce")])
 
 
-def test_every_option_is_handed_on(command):
+def test_every_option_is_passed_on(command):
     line = """
         reduce --peer mpi --peer gloo --dtype int8 --dtype float16 --op max --op min --begin 1K --end 64K --factor 8
         --out-of-place --ordinary --async --plan --algorithm chain --root 1 --rounds 3 --no-check --fresh --out there
@@ -68,12 +68,12 @@ def test_every_option_is_handed_on(command):
     ]
 
 
-def test_sizes(command):
+def test_the_command_parses_sizes(command):
     assert command("all_reduce", "--size", "4K", "--size", "3M")[1][0].sizes == (4096, 3 << 20)
     assert command("all_reduce", "--end", "64")[1][0].sizes == (4, 16, 64)
 
 
-def test_a_wrong_element_makes_the_exit_code_1(command):
+def test_a_wrong_element_gives_exit_code_1(command):
     assert command("all_reduce", result=False)[0] == 1
 
 
@@ -86,12 +86,12 @@ def test_a_wrong_element_makes_the_exit_code_1(command):
         (["all_reduce", "--nothing"], "No such option: --nothing"),
     ],
 )
-def test_wrong_usage_ends_with_2_before_anything_starts(command, capsys, arguments, message):
+def test_wrong_usage_exits_with_2_before_anything_starts(command, capsys, arguments, message):
     assert command(*arguments) == (2, [])
     assert message in capsys.readouterr().err
 
 
-def test_what_all_ranks_refuse_ends_with_2(command, capsys):
+def test_an_error_of_all_ranks_gives_exit_code_2(command, capsys):
     assert command("all_reduce", result=BenchOptionsError("the reason"))[0] == 2
     assert "the reason" in capsys.readouterr().err
 
@@ -100,5 +100,5 @@ def test_help_names_every_verb(command, capsys):
     from commlib.bench.verbs import VERBS
 
     assert command("--help") == (0, [])
-    said = capsys.readouterr().out
-    assert all(verb in said for verb in VERBS)
+    help_text = capsys.readouterr().out
+    assert all(verb in help_text for verb in VERBS)

@@ -13,7 +13,7 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_commit_and_changes_to_it(tmp_path: Path) -> None:
+def test_the_record_names_the_commit_and_local_changes(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / "file").write_text("a")
     git(tmp_path, "add", "file")

@@ -24,7 +24,7 @@ __all__ = ["clock"]
 
 
 @pytest.mark.parametrize("line", ["-w 5 -n 20", "-x 5 -i 20", "--warmup_iters 5 --iters 20", "--warmup-iters 5 -n 20"])
-def test_options_by_the_names_of_both(monkeypatch, line):
+def test_options_accept_the_names_of_both_tools(monkeypatch, line):
     seen: list[BenchOptions] = []
 
     def run(options):
@@ -39,8 +39,10 @@ def test_options_by_the_names_of_both(monkeypatch, line):
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    asked = BenchOptions("all_reduce", iters=20, warmup_iters=5, percentiles=True, side_by_side=True, csv=True)
-    assert seen == [BenchOptions(**{**{n: getattr(asked, n) for n in asked.__slots__}, "sizes": (4, 8, 16, 32, 64)})]
+    requested = BenchOptions("all_reduce", iters=20, warmup_iters=5, percentiles=True, side_by_side=True, csv=True)
+    assert seen == [
+        BenchOptions(**{**{n: getattr(requested, n) for n in requested.__slots__}, "sizes": (4, 8, 16, 32, 64)})
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,24 +55,24 @@ def test_options_by_the_names_of_both(monkeypatch, line):
         (BenchOptions("all_gather", side_by_side=True, in_place=True), "leave out --in-place and --out-of-place"),
     ],
 )
-def test_refused(options, message):
+def test_bad_options_are_refused(options, message):
     with pytest.raises(BenchOptionsError, match=message):
         check(options, 4)
 
 
-def test_places():
+def test_places_are_parsed():
     assert check(BenchOptions("all_gather", side_by_side=True), 2).places == (False, True)
     assert check(BenchOptions("all_reduce"), 2).places == (True,)
 
 
 class Ranks(World):
-    """One rank beside another that takes `other` seconds for each call, also where single calls are compared."""
+    """One rank and another that takes `other` seconds for each call, also where single calls are compared."""
 
     def Allreduce(self, mine, slowest, op):
         np.maximum(mine, self.other, out=slowest)
 
 
-def test_as_many_calls_as_asked_for(clock):
+def test_the_requested_number_of_calls_is_made(clock):
     call = clock.call(1e-3)
     burst = measure.burst_of(Ranks(), call, iters=20, warm_up=5)
     assert call.number == 0  # nothing to estimate
@@ -81,13 +83,13 @@ def test_as_many_calls_as_asked_for(clock):
     assert (call.number, write.number) == (28, 3)
 
 
-def test_no_warm_up_can_be_asked_for(clock):
+def test_warm_up_can_be_disabled(clock):
     call = clock.call(1e-3)
     measure.burst_of(Ranks(), call, iters=4, warm_up=0)()
     assert call.number == 4
 
 
-def test_single_calls_are_those_of_the_rank_that_was_slowest_in_each(clock):
+def test_each_single_call_counts_its_slowest_rank(clock):
     single: list[float] = []
     times = iter([0.0] * 2 + [1.0, 3.0, 1.0, 9.0])
 
@@ -99,14 +101,14 @@ def test_single_calls_are_those_of_the_rank_that_was_slowest_in_each(clock):
     assert single == [2.0, 3.0, 2.0, 9.0]
 
 
-def test_percentiles():
+def test_percentiles_are_computed():
     assert percentiles([float(n) for n in range(101)]) == {"p50": 50, "p95": 95, "p99": 99}
 
 
 SHARES = {"commlib": {"p50": 95e-6, "p95": 280e-6, "p99": 299e-6}}
 
 
-def test_columns_of_percentiles():
+def test_percentiles_have_columns():
     table = BenchTable(VERBS["all_reduce"], (), bound=False, percentiles=True)
     title, line = table.titles()[0].split(), table.line(row(percentiles=SHARES)).split()
     assert title[:9] == ["size", "B", "count", "type", "redop", "time", "us", "min..max", "us"]
@@ -114,7 +116,7 @@ def test_columns_of_percentiles():
     assert line[4:9] == ["100.00", "90.00..300.00", "95.00", "280.00", "299.00"]
 
 
-def test_both_places_stand_side_by_side_as_in_nccl_tests():
+def test_both_places_are_side_by_side_as_in_nccl_tests():
     table = BenchTable(VERBS["all_gather"], ("mpi",), bound=True, places=(False, True))
     above, title = table.titles()
     line = table.line(row("all_gather"), row("all_gather", seconds={"commlib": [50e-6]}))
@@ -124,7 +126,7 @@ def test_both_places_stand_side_by_side_as_in_nccl_tests():
     assert title.index("time us") < above.index("out-of-place") < title.rindex("time us") < above.index("in-place")
 
 
-def test_comma_separated_values():
+def test_a_table_is_written_as_csv():
     rows = [
         row(in_place=True, percentiles=SHARES),
         row("broadcast", root=2, op="", wrong=None, bound_seconds=[], seconds={"commlib": [1e-3]}),

@@ -15,13 +15,13 @@ FACTS = {"date": "2026-11-21T18:30:05+00:00", "ranks": 4, "mpi": "Some MPI 5", "
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def test_files(tmp_path):
+def test_a_run_writes_its_files(tmp_path):
     chosen = settings(peers=("mpi", "gloo"), out=tmp_path, dtypes=("float32", "int8"))
     rows = [row(size=size, dtype=dtype) for dtype in ("float32", "int8") for size in (1 << 16, 1 << 20)]
-    said = write_files(chosen, FACTS, rows, ["gloo: none"])
+    notices = write_files(chosen, FACTS, rows, ["gloo: none"])
     data, picture = sorted(tmp_path.iterdir())
     assert data.name == "all_reduce-4-ranks-20261121T183005.json"
-    assert said == [f"wrote {data}", f"wrote {picture}"]
+    assert notices == [f"wrote {data}", f"wrote {picture}"]
     assert picture.read_bytes().startswith(SIGNATURE) and picture.stat().st_size > 5000
     read = json.loads(data.read_text())
     assert read["facts"].pop("load_after") >= 0
@@ -37,20 +37,20 @@ def test_files(tmp_path):
     assert first["figures"]["commlib"]["busbw"] == pytest.approx(rows[0].busbw())
 
 
-def test_without_matplotlib_the_data_is_written_and_the_missing_extra_named(tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_reported_and_the_data_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    said = write_files(settings(out=tmp_path), FACTS, [row()], [])
+    notices = write_files(settings(out=tmp_path), FACTS, [row()], [])
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
-    assert "matplotlib is not installed" in said[1] and "extra 'plot'" in said[1]
+    assert "matplotlib is not installed" in notices[1] and "extra 'plot'" in notices[1]
 
 
-def test_a_picture_of_a_barrier(tmp_path):
+def test_a_barrier_has_a_picture(tmp_path):
     plot.write(tmp_path / "barrier.png", [row("barrier", size=0, count=0, dtype="", op="")], "barrier")
     assert (tmp_path / "barrier.png").read_bytes().startswith(SIGNATURE)
 
 
-def test_names():
+def test_file_names_are_distinct():
     assert [plot.name_of_size(n) for n in (4, 1024, 64 << 20, 1536)] == ["4", "1 Ki", "64 Mi", "1.5 Ki"]
     ours = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
     assert record.name_of_library(ours) == "Open MPI v5.0.11"

@@ -1,4 +1,4 @@
-"""Other benchmarks' formats, read as programs read those, and beside lines that the originals printed."""
+"""Other benchmarks' formats: parsed as programs parse them, and compared with lines that the originals printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commlib.cli.app import app
 from tests.unit.bench import sweeps
 from tests.unit.bench.figures import row
 
-# As parsers of nccl-tests have it: size, count, type, redop, root, then time, algbw, busbw and wrong of both places.
+# Columns for parsers of nccl-tests: size, count, type, redop, root, then time, algbw, busbw and wrong of both places.
 NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]\d+)?)"
 NCCL_ROW = re.compile(
     rf"^\s+(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)\s+{NUMBER}\s+{NUMBER}\s+{NUMBER}\s+(\d+|N/A)"
@@ -27,8 +27,8 @@ OSU_ROW = re.compile(r"^(\d+)\s+(\d+\.\d+)\s*$")
 
 def heading(verb="all_reduce", **changes):
     facts = {**sweeps.FACTS, "versions": {"commlib": "0.1"}}
-    told = {"sizes": (1 << 20, 4 << 20), "iters": 20, "warmup_iters": 5, "is_checked": True}
-    return Heading(**{"verb": verb, "facts": facts, "pids": [11, 12, 13, 14], **told, **changes})
+    options = {"sizes": (1 << 20, 4 << 20), "iters": 20, "warmup_iters": 5, "is_checked": True}
+    return Heading(**{"verb": verb, "facts": facts, "pids": [11, 12, 13, 14], **options, **changes})
 
 
 # A line that all_reduce_perf printed for 16 GPUs, and its titles without the spaces at their ends.
@@ -44,7 +44,7 @@ TITLES = (
 )
 
 
-def test_a_line_of_nccl_tests_is_theirs():
+def test_a_line_matches_nccl_tests():
     chosen = find_format("nccl", heading())
     size: Any = {"ranks": 16, "size": 1 << 27, "count": 1 << 25}
     out = row(in_place=False, seconds={"commlib": [8776.81e-6]}, **size)
@@ -58,18 +58,18 @@ def test_a_line_of_nccl_tests_is_theirs():
     assert tuple(title.rstrip() for title in head[-3:]) == TITLES
     assert re.match(r"#  Rank  0 Group  0 Pid     11 on         n0 device  0 \[0x00\] A <fast> CPU$", head[5])
     assert foot[0] == "# Out of bounds values : 0 OK" and "# Collective test concluded: all_reduce_perf" in foot
-    found = NCCL_MEAN.match(foot[1])
-    assert found is not None and float(found[1]) == pytest.approx((28.67 + 28.40) / 2, rel=1e-3)
+    match = NCCL_MEAN.match(foot[1])
+    assert match is not None and float(match[1]) == pytest.approx((28.67 + 28.40) / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(1.234e-6, "1.23"), (1234.5e-6, "1234.50"), (0.0123456, "12345.6"), (1.2345, "1234500"), (99.0, "9.9e+07")],
 )
-def test_large_numbers_fit_their_columns_as_there(seconds, text):
+def test_large_numbers_fit_their_columns(seconds, text):
     one = row(in_place=False, seconds={"commlib": [seconds]})
-    found = NCCL_ROW.match(find_format("nccl", heading()).line(one, row(in_place=True))[0])
-    assert found is not None and found[6] == text
+    match = NCCL_ROW.match(find_format("nccl", heading()).line(one, row(in_place=True))[0])
+    assert match is not None and match[6] == text
 
 
 def test_names_of_nccl_tests():
@@ -81,7 +81,7 @@ def test_names_of_nccl_tests():
     assert chosen.foot()[0] == "# Out of bounds values : 7 FAILED"
 
 
-def test_a_line_of_osu_is_theirs():
+def test_a_line_matches_osu():
     """These are lines that osu_allreduce 7.5 printed, with its size and time."""
     chosen = find_format("osu", heading())
     assert chosen.head() == ["", "# OSU MPI Allreduce Latency Test v7.5"]
@@ -94,17 +94,17 @@ def test_a_line_of_osu_is_theirs():
     assert chosen.line(row(size=4, dtype="int32"))[0] == "# Datatype: MPI_INT."
 
 
-def test_sizes_and_titles_of_osu():
+def test_osu_has_its_sizes_and_titles():
     part = find_format("osu", heading("all_gather"))
     assert part.head()[-1] == "# OSU MPI Allgather Latency Test v7.5"
-    found = OSU_ROW.match(part.line(row("all_gather", op=""))[-1])
-    assert found is not None and found.groups() == (str(1 << 18), "100.00")  # a part of 1 MiB on 4 ranks
+    match = OSU_ROW.match(part.line(row("all_gather", op=""))[-1])
+    assert match is not None and match.groups() == (str(1 << 18), "100.00")  # a part of 1 MiB on 4 ranks
     barrier = find_format("osu", heading("barrier"))
     assert barrier.head()[1:] == ["# OSU MPI Barrier Latency Test v7.5", "# Avg Latency(us)"]
     assert barrier.line(row("barrier", dtype="", op="", size=0)) == ["           100.00"]
 
 
-def test_what_is_measured_for_a_format():
+def test_a_format_measures_what_it_shows():
     nccl = check(BenchOptions("all_reduce", format="nccl"), 4)
     assert nccl.places == (False, True) and (nccl.iters, nccl.warmup_iters) == (20, 5)
     assert check(BenchOptions("broadcast", format="nccl"), 4).places == (True,)
@@ -124,7 +124,7 @@ def test_what_is_measured_for_a_format():
         (BenchOptions("all_reduce", format="osu", side_by_side=True), "one figure per size"),
     ],
 )
-def test_what_a_format_has_no_place_for_is_refused(options, message):
+def test_options_without_a_place_in_a_format_are_refused(options, message):
     with pytest.raises(BenchOptionsError, match=re.escape(message)):
         check(options, 4)
 
@@ -134,8 +134,8 @@ def test_a_sweep_is_printed_in_both(tmp_path):
     sweeps.write(path, plan={"places": ["in", "out"], "nodes": 1})
     done = CliRunner().invoke(app, ["bench", "report", str(path), "--format", "nccl"])
     assert done.exit_code == 0, done.output
-    rows = [found.groups() for line in done.output.splitlines() if (found := NCCL_ROW.match(line))]
-    assert [found[0] for found in rows] == ["4096", "65536", "1048576"] and rows[2][7] == "9.13"
+    rows = [row_match.groups() for line in done.output.splitlines() if (row_match := NCCL_ROW.match(line))]
+    assert [row_match[0] for row_match in rows] == ["4096", "65536", "1048576"] and rows[2][7] == "9.13"
     assert done.output.count("# Avg bus bandwidth") == 1 and "# the format does not support barrier" in done.output
     done = CliRunner().invoke(app, ["bench", "report", str(path), "--format", "osu", "-o", str(tmp_path / "osu.txt")])
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""A report says BUSY where the load exceeded the cores before the run."""
+"""A report has the word BUSY if the load exceeded the cores before the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTS = {"date": "2026-11-21T18:30:05+00:00", "ranks": 4, "hosts": ["a", "b"] * 
 
 
 class World:
-    """The ranks of two hosts: this one's figures first, then those given."""
+    """The ranks of two hosts: the figures of this one, then those passed."""
 
     def __init__(self, *others):
         self.others = others
@@ -34,8 +34,8 @@ def test_the_load_of_each_host_is_recorded_with_the_cores_that_its_ranks_may_use
     monkeypatch.setattr(os, "getloadavg", lambda: (4.5, 0.0, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {process != 0} | {0})  # a rank bound to core 0
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    found = load.gather_loads(World(("a", 4.0, {1, 2}), ("b", 4.5, {0, 1, 2, 3, 4})), "a")
-    assert found == {"load_of_hosts": {"a": 4.5, "b": 4.5}, "usable_cores": {"a": 3, "b": 5}, "busy": ["a"]}
+    loads = load.gather_loads(World(("a", 4.0, {1, 2}), ("b", 4.5, {0, 1, 2, 3, 4})), "a")
+    assert loads == {"load_of_hosts": {"a": 4.5, "b": 4.5}, "usable_cores": {"a": 3, "b": 5}, "busy": ["a"]}
     assert "busy" not in load.gather_loads(World(("a", 4.0, {1, 2, 3, 4})), "a")
 
 
@@ -46,7 +46,7 @@ def test_a_load_equal_to_the_cores_is_not_busy():
     assert text.endswith("Repeat the run when the load is lower.")
 
 
-def test_of_many_hosts_three_are_named():
+def test_at_most_three_hosts_are_named():
     hosts = [f"n{number}" for number in range(9)]
     text = load.busy_text({"load_of_hosts": dict.fromkeys(hosts, 9.0), "usable_cores": dict.fromkeys(hosts, 4)})
     assert text is not None and "of n2, and 6 more hosts: other" in text and "n3" not in text
@@ -58,7 +58,7 @@ def test_files_of_older_versions_have_one_load(cores, is_busy):
 
 
 @pytest.mark.parametrize(("facts", "is_busy"), [(BUSY, True), (IDLE, False)])
-def test_table_picture_and_page_say_it_in_their_heads(tmp_path, facts, is_busy):
+def test_table_picture_and_page_show_a_busy_machine_in_their_heads(tmp_path, facts, is_busy):
     facts = {**FACTS, "cores": 8, "load": 9.125, **facts}
     output = io.StringIO()
     with Report(settings(), rounds=9, bound=True, console=Console(file=output)) as report:

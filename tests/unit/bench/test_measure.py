@@ -1,4 +1,4 @@
-"""A burst has a length and a figure. The clock and the other rank are made up: nothing here takes time."""
+"""A burst has a length and a figure. The clock and the other rank are simulated: nothing here takes time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.bench import measure
 
 
 class Clock:
-    """A clock that only calls move."""
+    """A clock that only calls advance."""
 
     def __init__(self):
         self.now = 0.0
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Call:
-    """It takes so long, and counts how often it was called."""
+    """A function that takes some seconds, and counts its calls."""
 
     def __init__(self, clock, seconds):
         self.clock, self.seconds, self.number = clock, seconds, 0
@@ -34,13 +34,13 @@ class Call:
 
 @pytest.fixture
 def clock(monkeypatch):
-    made = Clock()
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: made.now))
-    return made
+    created = Clock()
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: created.now))
+    return created
 
 
 class World:
-    """One rank beside another that takes `other` seconds for each call."""
+    """One rank and another that takes `other` seconds for each call."""
 
     def __init__(self, other=0.0):
         self.other, self.barriers = other, 0
@@ -52,7 +52,7 @@ class World:
         return max(mine, self.other)
 
 
-def test_the_figure_is_that_of_the_slowest_rank(clock):
+def test_the_slowest_rank_sets_the_figure(clock):
     assert measure.run_burst(World(other=0.5), clock.call(0.25), 4) == 0.5
     assert measure.run_burst(World(other=0.125), clock.call(0.25), 4) == 0.25
 
@@ -91,7 +91,7 @@ def test_fresh_data_is_written_before_each_call_and_outside_the_time(clock):
     assert write.number == 4 + 30
 
 
-def test_rounds_are_in_turn():
+def test_rounds_alternate():
     order = []
 
     def burst(name):

@@ -32,7 +32,7 @@ def test_the_combination_is_exact(dtype, op, size, block):
 
 @pytest.mark.parametrize("dtype, op", REDUCIBLE)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_rank_left_out_or_counted_twice_is_seen(dtype, op, size):
+def test_a_missing_or_repeated_rank_is_detected(dtype, op, size):
     expected = numbers.reduction_result(dtype, op, size)
     if op == "mean":
         op = "sum"
@@ -46,7 +46,7 @@ def test_a_rank_left_out_or_counted_twice_is_seen(dtype, op, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_moved_data_tells_where_it_is_from_and_where_it_goes(dtype):
+def test_moved_data_encodes_source_and_destination(dtype):
     tables = [numbers.exchange_input(dtype, source, target) for source in range(5) for target in range(5)]
     assert all(table.dtype == NUMPY[dtype] and len(table) == numbers.PERIOD for table in tables)
     assert len({table.tobytes() for table in tables}) == 25

@@ -14,17 +14,17 @@ from commlib.errors import UsageError
     "text, nbytes",
     [("1", 1), ("4096", 4096), ("4K", 4096), ("64k", 65536), (" 64M ", 64 << 20), ("2G", 2 << 30)],
 )
-def test_sizes(text, nbytes):
+def test_sizes_are_parsed(text, nbytes):
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "0K", "-4", "1.5K", "4KB", "4KiB", "K", "4T", "four", "4 K"])
-def test_bad_sizes(text):
+def test_bad_sizes_are_refused(text):
     with pytest.raises(BenchOptionsError, match="expected a positive whole number of bytes"):
         parse_size(text)
 
 
-def test_sizes_between():
+def test_a_range_of_sizes_has_the_sizes_between():
     assert sizes_between(4, 64, 4) == (4, 16, 64)
     assert sizes_between(4, 100, 4) == (4, 16, 64)
     assert sizes_between(3, 3, 2) == (3,)
@@ -35,7 +35,7 @@ def test_sizes_between():
         sizes_between(5, 4, 2)
 
 
-def test_defaults_are_what_the_verb_is_mostly_used_with():
+def test_defaults_match_common_use_of_the_verb():
     settings = check(BenchOptions("all_reduce"), 2)
     assert settings.in_place and settings.symmetric and settings.check
     assert (settings.sizes, settings.dtypes, settings.ops) == (DEFAULT_SIZES, ("float32",), ("sum",))
@@ -49,7 +49,7 @@ def test_defaults_are_what_the_verb_is_mostly_used_with():
     assert barrier.sizes == (0,) and not barrier.symmetric
 
 
-def test_what_is_said_twice_is_measured_once():
+def test_repeated_options_are_measured_once():
     settings = check(BenchOptions("reduce", (8, 4, 8), ("int8", "int8"), ("max", "sum", "max"), ("mpi", "mpi")), 2)
     assert settings.sizes == (8, 4)
     assert (settings.dtypes, settings.ops, settings.peers) == (("int8",), ("max", "sum"), ("mpi",))
@@ -93,7 +93,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_refused(case):
+def test_bad_options_are_refused(case):
     options, message = BAD[case]
     with pytest.raises(BenchOptionsError, match=message) as caught:
         check(options, 4)

@@ -19,7 +19,7 @@ from tests.unit.bench.figures import row
 
 
 class Page(HTMLParser):
-    """The cells of each table by its name, and what a page fetches from elsewhere."""
+    """The cells of each table by name, and everything a page fetches from elsewhere."""
 
     VOID = ("meta", "link", "input", "br")
 
@@ -69,12 +69,12 @@ def sweep(tmp_path):
     return path
 
 
-def test_the_page_has_all_cases_and_needs_nothing_else(sweep):
+def test_the_page_has_all_cases_and_is_self_contained(sweep):
     text = page.render([runs.read(sweep)])
-    found = Page(text)
-    assert found.fetched == [] and "http" not in re.sub(r'xmlns(:xlink)?="[^"]*"', "", text)
-    assert len(found.ids) == len(set(found.ids))
-    titles, *cases = found.tables["cases"]
+    shown = Page(text)
+    assert shown.fetched == [] and "http" not in re.sub(r'xmlns(:xlink)?="[^"]*"', "", text)
+    assert len(shown.ids) == len(set(shown.ids))
+    titles, *cases = shown.tables["cases"]
     assert titles[-2:] == ["mpi", "mpi / commlib"] and len(cases) == 8
     assert cases[0] == [
         *("1x2", "all_reduce", "float32", "sum", "auto", "in place", "4K"),
@@ -82,7 +82,7 @@ def test_the_page_has_all_cases_and_needs_nothing_else(sweep):
     ]
     assert cases[2][6:11] == ["1M", "115 us", "114..116 us", "9.13", "91%"]
     assert [cases[3][1], cases[3][7]] == ["barrier", "10.0 us"]
-    assert [line[-2:] for line in found.tables["unmeasured"][1:]] == [["refused", "it is <not> there"]] * 6
+    assert [line[-2:] for line in shown.tables["unmeasured"][1:]] == [["refused", "it is <not> there"]] * 6
     assert "A &lt;fast&gt; CPU" in text and "<fast>" not in text
 
 
@@ -165,9 +165,9 @@ def test_two_runs_are_compared_beyond_their_noise(tmp_path):
     sweeps.write(before)
     sweeps.write(after, slower=1.5, plan={"sizes": ["4K", "16K"]})
     both = [runs.read(path) for path in (before, after)]
-    found = compare.compare(*both)
-    assert [pair.verdict for pair in found.pairs] == ["worse"] * 4  # 4K and the barrier, on two worlds
-    assert found.mean == pytest.approx(1 / 1.5) and found.alone == (4, 2)
+    comparison = compare.compare(*both)
+    assert [pair.verdict for pair in comparison.pairs] == ["worse"] * 4  # 4K and the barrier, on two worlds
+    assert comparison.mean == pytest.approx(1 / 1.5) and comparison.alone == (4, 2)
     table = Page(page.render(both)).tables["comparison"]
     assert table[1][6:10] == ["4K", "10.4 us", "15.6 us", "0.67"] and table[1][11] == "slower"
 
@@ -182,7 +182,7 @@ def test_two_runs_are_compared_beyond_their_noise(tmp_path):
         ([1.0, 1.1], [2.0, 2.1], "unknown"),
     ],
 )
-def test_verdicts(tmp_path, before, after, verdict):
+def test_differences_get_verdicts(tmp_path, before, after, verdict):
     case = sweeps.write(tmp_path / "x.jsonl")[0]
     path = tmp_path / "one.jsonl"
     entries = []
@@ -199,12 +199,12 @@ def test_the_file_of_one_verb_is_read_as_well(tmp_path):
     options = {"algorithm": "auto", "symmetric": True, "peers": ["mpi"]}
     rows = [row(size=size, in_place=True).figures() for size in (1 << 20, 2 << 20)]
     path.write_text(json.dumps({"facts": sweeps.FACTS, "options": options, "notes": ["a note"], "rows": rows}))
-    found = runs.read(path)
-    assert [entry.case.name for entry in found.entries] == [
+    run = runs.read(path)
+    assert [entry.case.name for entry in run.entries] == [
         f"2x4 all_reduce float32 sum auto in-place symmetric {size}" for size in (1 << 20, 2 << 20)
     ]
-    assert found.entries[0].share == 0.8 and found.entries[0].ratio("mpi") == 2.5
-    assert "a note" in page.render([found])
+    assert run.entries[0].share == 0.8 and run.entries[0].ratio("mpi") == 2.5
+    assert "a note" in page.render([run])
     path.write_text("{}")
     with pytest.raises(BenchOptionsError, match="expected the JSON of"):
         runs.read(path)
@@ -230,6 +230,6 @@ def test_a_line_of_another_version_is_named(tmp_path):
         runs.read(path)
 
 
-def test_what_is_no_result_is_named(tmp_path):
+def test_a_file_without_results_is_named(tmp_path):
     result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "none.jsonl")])
     assert result.exit_code == 2 and "cannot be read: No such file" in " ".join(result.output.split())

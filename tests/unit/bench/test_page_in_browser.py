@@ -1,4 +1,4 @@
-"""The page of a report as headless Chromium shows it: no errors, tables that sort, charts that are seen."""
+"""The page of a report as headless Chromium shows it: no errors, sortable tables, visible charts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(browser is None, reason="no Chromium here: ci/se
 
 
 def look(path, *options):
-    """Return what Chromium writes to standard output, and what the page said on its console."""
+    """Return what Chromium writes to standard output, and the messages on the page's console."""
     command = [
         str(browser),
         "--headless",
@@ -38,12 +38,12 @@ def report(tmp_path_factory):
     paths = [folder / "monday.jsonl", folder / "tuesday.jsonl"]
     sweeps.write(paths[0])
     sweeps.write(paths[1], slower=0.5)
-    found = folder / "report.html"
-    found.write_text(page.render([runs.read(path) for path in paths]))
-    return found
+    page_file = folder / "report.html"
+    page_file.write_text(page.render([runs.read(path) for path in paths]))
+    return page_file
 
 
-# Clicks twice on "size", so that the largest stand first, filters, and changes the theme; tells what it sees.
+# Clicks twice on "size" for the largest first, filters, and changes the theme; then reports what it sees.
 SCRIPT = """
 <script>
 const table = document.querySelector('table[data-name="cases"]');
@@ -65,7 +65,7 @@ ERROR
 """
 
 
-def test_it_sorts_filters_and_has_no_errors(report):
+def test_a_report_sorts_filters_and_has_no_errors(report):
     acted = report.with_name("acted.html")
     acted.write_text(report.read_text().replace("</body>", SCRIPT.replace("ERROR", "") + "</body>"))
     dom, console = look(acted, "--dump-dom")
@@ -74,7 +74,7 @@ def test_it_sorts_filters_and_has_no_errors(report):
     assert title is not None and title[1] == '{"first":"1M","seen":3,"themes":true,"charts":4}'
 
 
-def test_an_error_of_the_page_would_be_seen(report):
+def test_an_error_of_the_page_is_seen(report):
     broken = report.with_name("broken.html")
     broken.write_text(report.read_text().replace("</body>", SCRIPT.replace("ERROR", "nothing.here();") + "</body>"))
     assert "nothing is not defined" in " ".join(look(broken, "--dump-dom")[1])

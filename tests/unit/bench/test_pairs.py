@@ -1,4 +1,4 @@
-"""Matrices of all pairs: what is said of given times, and which options make sense."""
+"""Matrices of all pairs: the summary of given times, and the options that are accepted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_slowest_pair_is_named():
     assert "ranks 1 and 2 on a," in summary(SMALL, ["a"] * 3)
 
 
-def test_values():
+def test_pair_values_are_computed():
     read = list(csv.DictReader(csv_lines([SMALL, LARGE], HOSTS)))
     assert len(read) == 6
     assert read[2] == {
@@ -56,7 +56,7 @@ def test_values():
     }
 
 
-def test_the_file(tmp_path):
+def test_the_file_has_the_matrix(tmp_path):
     write(tmp_path / "pairs.json", [SMALL], {"ranks": 3, "hosts": HOSTS}, {"rounds": 9})
     read = json.loads((tmp_path / "pairs.json").read_text())
     assert read["facts"]["ranks"] == 3 and read["options"] == {"rounds": 9}
@@ -76,7 +76,7 @@ def test_the_file(tmp_path):
         ({"rounds": 0}, "--rounds is 0: expected at least 1"),
     ],
 )
-def test_refused(options, message):
+def test_bad_options_are_refused(options, message):
     with pytest.raises(BenchOptionsError, match=message):
         pairs.check(BenchOptions("pairs", **options), 4)
 

@@ -1,4 +1,4 @@
-"""The picture of a run, and what stands above it."""
+"""The picture of a run, and its title."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def drawn(monkeypatch, tmp_path):
     return draw
 
 
-def test_small_sizes_can_be_seen(drawn):
-    """Bandwidths were drawn on a linear axis, where everything below 64 KiB lies on the bottom."""
+def test_small_sizes_are_visible(drawn):
+    """Bandwidths were drawn on a linear axis, where everything below 64 KiB is at the bottom."""
     figure = drawn([row(size=size, seconds={"commlib": [1e-6 + size * 1e-10]}) for size in SIZES])
     for axes in figure.axes:
         assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
@@ -52,7 +52,7 @@ def test_small_sizes_can_be_seen(drawn):
 
 
 def test_the_title_has_host_date_load_and_job(drawn):
-    """A picture without them cannot be told from another one."""
+    """Without these, pictures of two runs cannot be distinguished."""
     text = record.heading(settings(), FACTS)
     assert text.splitlines() == [
         "all_reduce, 4 ranks, Some MPI 5",
@@ -69,7 +69,7 @@ def test_one_rank_has_times_but_no_bus(drawn):
     assert [len(axes.lines) for axes in figure.axes] == [0, 2]
 
 
-def test_both_places_are_lines_of_their_own(drawn):
+def test_each_place_has_a_line(drawn):
     rows = [row("all_gather", size=size, in_place=place) for size in SIZES for place in (False, True)]
     labels = [line.get_label() for line in drawn(rows).axes[1].lines]
     assert len(labels) == 4 and "commlib float32 sum in place" in labels
@@ -77,6 +77,6 @@ def test_both_places_are_lines_of_their_own(drawn):
 
 def test_the_job_of_slurm_is_recorded():
     environment = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CONF": "/x"}
-    kept = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "n[1-2]"}
-    assert record.slurm_job(environment) == kept
+    recorded = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert record.slurm_job(environment) == recorded
     assert record.slurm_job({"HOME": "/"}) is None

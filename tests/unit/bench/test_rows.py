@@ -23,7 +23,7 @@ from tests.unit.bench.figures import row
         ("send_recv", 1),
     ],
 )
-def test_bandwidths(verb, factor):
+def test_bandwidths_are_computed(verb, factor):
     one = row(verb)
     assert one.time() == 100e-6 and one.time("mpi") == 250e-6
     assert one.ratio("mpi") == pytest.approx(2.5)
@@ -63,12 +63,12 @@ def test_the_bound_is_every_byte_read_once_and_written_once(verb, in_place, rank
     assert replaces == ((verb, in_place) in (("all_reduce", True), ("all_to_all", True)))
 
 
-def test_of_bound():
+def test_the_share_of_the_bound_is_computed():
     assert row().of_bound() == pytest.approx(0.8)  # the best pass / the median time
     assert row(bound_seconds=[]).of_bound() is None
     assert row(size=32 << 10).of_bound() is None
 
 
-def test_mistakes():
+def test_bad_rows_are_refused():
     assert mistakes([row(), row(wrong=None)]) == 0
     assert mistakes([row(wrong={"commlib": 2, "mpi": 9}), row(wrong={"commlib": 1})]) == 3

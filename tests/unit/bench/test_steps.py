@@ -1,4 +1,4 @@
-"""What steps refuse before anything is made, and how they look on a page and on a terminal."""
+"""Training steps: options refused before any allocation, and the output on a page and on a terminal."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_is_refused(case):
+def test_impossible_options_are_refused(case):
     given, message = WRONG[case]
     with pytest.raises(BenchOptionsError, match=re.escape(message)):
         check(*given)
 
 
-def test_tokens_are_those_of_all_batches_of_a_step():
+def test_tokens_count_all_batches_of_a_step():
     """Ranks have a batch each, or all have one."""
     sizes = StepSizes(rows=4, context=8)
     assert {kind: sizes.tokens(kind, 3) for kind in ("dp", "tp", "pp", "moe")} == {
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_all_batches_of_a_step():
 
 
 @pytest.mark.parametrize("kind", ["dp", "tp", "pp", "moe"])
-def test_the_defaults_can_be(kind):
+def test_the_defaults_are_valid(kind):
     for ranks in (1, 2, 4):
         check(kind, "torch", StepSizes(), ranks)
 
@@ -79,7 +79,7 @@ LINE = {
 }
 
 
-def test_steps_stand_on_the_page(tmp_path):
+def test_steps_are_on_the_page(tmp_path):
     path = tmp_path / "steps.jsonl"
     alone = {
         **LINE,

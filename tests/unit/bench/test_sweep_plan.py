@@ -1,4 +1,4 @@
-"""What a plan may say, and which cases follow from it."""
+"""The contents of a plan, and the cases that follow from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_plan_is_a_product_over_worlds_first():
     ]
 
 
-def test_what_means_nothing_to_a_verb_makes_no_case():
+def test_options_that_a_verb_ignores_add_no_cases():
     plan = parse_plan(
         {
             "verbs": ["barrier", "gather", "send_recv"],
@@ -43,11 +43,11 @@ def test_what_means_nothing_to_a_verb_makes_no_case():
     ]
 
 
-def test_both_places_and_every_algorithm():
+def test_a_plan_covers_both_places_and_every_algorithm():
     plan = parse_plan({"verbs": "reduce_scatter", "sizes": 4096, "places": ["in", "out"], "algorithms": "every"})
-    found, _ = cases(plan, (4,))
-    assert {case.in_place for case in found} == {True, False}
-    assert [case.algorithm for case in found if case.in_place] == ["auto", *registry.algorithms("reduce_scatter")]
+    planned, _ = cases(plan, (4,))
+    assert {case.in_place for case in planned} == {True, False}
+    assert [case.algorithm for case in planned if case.in_place] == ["auto", *registry.algorithms("reduce_scatter")]
 
 
 def test_sizes_below_one_element_for_each_rank_are_one_case():
@@ -55,10 +55,10 @@ def test_sizes_below_one_element_for_each_rank_are_one_case():
     assert [case.nbytes for case in cases(plan, (4,))[0]] == [4, 32]
 
 
-def test_what_a_job_is_too_small_for_is_said():
+def test_cases_too_large_for_a_job_are_reported():
     plan = parse_plan({"nodes": [1, 4], "ranks_per_node": [1, 3]})
-    found, unable = cases(plan, (3, 2))
-    assert {case.world for case in found} == {(1, 1), (1, 3)}
+    planned, unable = cases(plan, (3, 2))
+    assert {case.world for case in planned} == {(1, 1), (1, 3)}
     assert unable == ["nodes = 4: this job has 2"]
     assert cases(plan, (2,))[1] == [
         "ranks_per_node = 3 with nodes = 1: the smallest of them has 2 here",
@@ -66,15 +66,15 @@ def test_what_a_job_is_too_small_for_is_said():
     ]
 
 
-def test_the_keys_of_cases_differ():
+def test_cases_have_distinct_keys():
     plan = parse_plan(
         {"verbs": ["all_reduce", "all_gather"], "dtypes": ["float32", "int8"], "places": ["in", "out"], "nodes": [1, 2]}
     )
-    found, _ = cases(plan, (2, 2))
-    assert len({case.key for case in found}) == len({case.name for case in found}) == len(found) == 64
+    planned, _ = cases(plan, (2, 2))
+    assert len({case.key for case in planned}) == len({case.name for case in planned}) == len(planned) == 64
 
 
-def test_a_plan_goes_through_json_and_back():
+def test_a_plan_survives_json():
     plan = parse_plan({"sizes": "1M", "iters": 3, "nodes": "all", "case_seconds": 2.5, "check": False})
     assert parse_plan(to_table(plan)) == plan
     assert parse_plan(to_table(SweepPlan())) == SweepPlan()
@@ -105,7 +105,7 @@ def test_a_wrong_plan_is_refused(case, tmp_path):
     assert message in str(caught.value)
 
 
-def test_a_file_is_named_in_what_is_wrong_with_it(tmp_path):
+def test_errors_name_the_file(tmp_path):
     plan = tmp_path / "plan.toml"
     plan.write_text('verbs = ["all_reduce"]\nsizes = ["64K"]\n')
     assert read(plan) == parse_plan({"sizes": [64 << 10]})

@@ -19,15 +19,15 @@ def text(*lines):
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-def test_a_file_that_ends_at_any_byte_goes_on(tmp_path):
+def test_a_truncated_file_is_continued(tmp_path):
     path = tmp_path / "results.jsonl"
     whole = text(HEADER, BEGUN, CASE)
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         with ResultsWriter(path) as writer:
-            kept = whole[:cut].count(b"\n")
-            assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:kept])
-            assert len(writer.results.environments) == min(kept, 1)
+            saved = whole[:cut].count(b"\n")
+            assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:saved])
+            assert len(writer.results.environments) == min(saved, 1)
             writer.add({**CASE, "key": "another"})
         assert "another" in parse(path.read_bytes(), "x").cases
 
@@ -41,7 +41,7 @@ def test_the_last_line_of_a_case_counts():
     assert parse(text(HEADER, CASE, {**CASE, "status": "failed"}), "x").cases[CASE["key"]]["status"] == "failed"
 
 
-def test_what_is_no_result_is_named(tmp_path):
+def test_a_file_without_results_is_named(tmp_path):
     path = tmp_path / "results.jsonl"
     wrong = {
         b"{\n": "line 1: not a line of a sweep's results",
@@ -61,7 +61,7 @@ def test_what_is_no_result_is_named(tmp_path):
         ResultsWriter(path / "below.jsonl")
 
 
-def test_one_sweep_at_a_time(tmp_path):
+def test_only_one_sweep_writes_a_file(tmp_path):
     path = tmp_path / "results.jsonl"
     with ResultsWriter(path), pytest.raises(BenchOptionsError, match="another sweep is writing to it"):
         ResultsWriter(path)
@@ -70,7 +70,7 @@ def test_one_sweep_at_a_time(tmp_path):
     assert read(path).environments == [HEADER]
 
 
-def test_differences_are_said_but_for_what_always_differs():
+def test_differences_are_reported_except_expected_ones():
     before = {"date": "1", "load": 1.0, "mpi": "A", "hosts": ["a", "a"], "versions": {"numpy": "1", "torch": "2"}}
     now = {"date": "2", "load": 2.0, "mpi": "A", "hosts": ["b"], "versions": {"numpy": "2"}}
     assert differences(before, now) == [
@@ -81,6 +81,6 @@ def test_differences_are_said_but_for_what_always_differs():
     assert differences(before, before) == []
 
 
-def test_launchers():
+def test_launchers_are_recorded():
     assert launcher_of({"OMPI_COMM_WORLD_RANK": "0", "SLURM_STEP_ID": "0"}) == "mpirun"
     assert launcher_of({}) == "no launcher"

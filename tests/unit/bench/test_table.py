@@ -76,7 +76,7 @@ def report(one, settings, **console):
     return output.getvalue()
 
 
-def test_in_a_file_it_is_plain_text_in_aligned_lines():
+def test_a_file_gets_plain_text_in_aligned_lines():
     text = report(row(), settings(peers=("mpi",), fresh=True, symmetric=False, algorithm="ring"))
     lines = text.splitlines()
     assert lines[0] == "# all_reduce, 4 ranks on a, b, Some MPI 5"
@@ -117,7 +117,7 @@ class Terminal(io.StringIO):
         (True, {"OMPI_COMM_WORLD_RANK": "0"}, "pipe:[123]", False),
     ],
 )
-def test_a_terminal_of_open_mpi_is_not_the_users(
+def test_open_mpis_pseudo_terminal_is_not_the_users(
     monkeypatch, rank_sees_terminal, launcher, launcher_writes_to, expected
 ):
     """Open MPI 5 runs ranks in a pseudo-terminal even when mpirun's output goes to a file."""

@@ -1,4 +1,4 @@
-"""Pages of results are what their JSON files say, for every benchmark that leaves some."""
+"""Pages of results agree with their JSON files, for every benchmark with results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def written(topic: str, *records: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", [f"{topic.name}.md" for topic in pages.TOPICS])
-def test_committed_pages_are_those_of_the_files(name: str) -> None:
+def test_committed_pages_match_the_files(name: str) -> None:
     assert (pages.RESULTS / name).read_text() == pages.pages()[name], "run python benchmarks/pages.py"
 
 
-def test_a_section_says_where_when_and_how() -> None:
+def test_a_section_names_machine_date_and_options() -> None:
     text = written("named", record("named", {"tensors": 2}, seconds={"named": [2e-5] * 3, "MPI_Allreduce": [1e-5] * 3}))
     assert "## named, 2 ranks, Some MPI 1: `--rounds 3`" in text
     assert "- Machine: Some CPU, 8 cores, load 0.1 at the start, 0.3 at the end" in text
@@ -41,7 +41,7 @@ def test_a_section_says_where_when_and_how() -> None:
     assert "busy" not in text
 
 
-def test_several_files_are_several_starts() -> None:
+def test_each_file_is_one_start() -> None:
     slow, fast = (
         record("named", {"tensors": 1}, seconds={"named": [time] * 3, "MPI_Allreduce": [1e-6] * 3})
         for time in (4e-6, 2e-6)
@@ -55,7 +55,7 @@ def test_several_files_are_several_starts() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(4.1, 4.1), (0.1, 6.1)])
-def test_a_busy_machine_is_told(before: float, after: float) -> None:
+def test_a_busy_machine_is_reported(before: float, after: float) -> None:
     busy = record("named", {"tensors": 1}, seconds={"named": [1.0], "MPI_Allreduce": [1.0]})
     busy["facts"] = {**FACTS, "load": before, "load_after": after, "commit": "0123+"}
     text = written("named", busy)
@@ -84,7 +84,7 @@ def test_a_verb_of_the_command() -> None:
     assert "| 1 Mi | 100 us | 2.00 (2.00-2.00) | 50% |" in text
 
 
-def test_channels_are_apart_on_a_node_and_between_hosts() -> None:
+def test_channels_are_separate_on_a_node_and_between_hosts() -> None:
     rows = [{"bytes": 8, "pattern": "there", "contender": name, "us": us} for name, us in (("channel", 2), ("MPI", 3))]
     on_node = record("channel", {"patterns": ["there"]}, where="one node", rows=rows)
     between = {**on_node, "where": "two hosts"}
@@ -103,13 +103,13 @@ def test_hosts_have_a_share_of_the_link() -> None:
 
 def test_steps_are_multiples_of_those_without_communication() -> None:
     seconds = {"no communication": [0.1] * 3, "ours": [0.11] * 3}
-    told = {"ours": {"hidden_seconds": 0.5, "reductions": 100}}
-    text = written("training", record("overlap", seconds=seconds, statistics=told))
+    measured = {"ours": {"hidden_seconds": 0.5, "reductions": 100}}
+    text = written("training", record("overlap", seconds=seconds, statistics=measured))
     assert "| ours | 110.0 | 1.10 (1.10-1.10) | 5.0 |" in text
     assert "hidden" not in written("training", record("keras_fit", seconds=seconds))
 
 
-def test_timelines_have_their_price() -> None:
+def test_the_cost_of_timelines_is_shown() -> None:
     measured = {"all-reduce of 4 bytes": {"off": [[1e-6, 2e-6]] * 3, "on": [[2e-6, 2.5e-6]] * 3}}
     text = written("timeline", record("timeline", measured=measured))
     assert "| all-reduce of 4 bytes | 1.00 us | 2.000 (2.00-2.00) | 1.250 (1.25-1.25) |" in text
@@ -139,10 +139,10 @@ def test_pipelines_of_keras() -> None:
 
 def test_divided_blocks() -> None:
     seconds = {"ours": [0.01] * 3, "torch": [0.02] * 3, "computes": [0.008] * 3, "one process": [0.018] * 3}
-    kept = {
+    recorded = {
         who: {"parameters": size, "activations": 10**6} for who, size in (("ours", 10**6), ("one process", 3 * 10**6))
     }
-    block = [{"tokens": 16, "seconds": seconds, "kept": kept, "reduced": 131072, "formula": 131072}]
+    block = [{"tokens": 16, "seconds": seconds, "kept": recorded, "reduced": 131072, "formula": 131072}]
     text = written("tensor", record("tensor", block=block))
     assert "| 16 | 10.00 | 2.00 (2.00-2.00) | 8.00 | 1.80 | 2.0 of 4.0 | 128 Ki (128 Ki) |" in text
 
@@ -214,19 +214,19 @@ def test_gpus() -> None:
     assert "| commlib | 60.00 (50.00-70.00) | 3.2 |" in written("gpu", record("gpu step", **steps))
 
 
-def test_nothing_kept_is_told() -> None:
+def test_missing_results_are_reported() -> None:
     assert "No results are published yet." in written("hosts")
 
 
-def test_pages_of_a_folder(tmp_path: Path) -> None:
+def test_a_folder_gives_pages(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record("codecs", figures={"int8": {"encode": 1.0}})))
-    made = pages.pages(tmp_path)
+    pages_ = pages.pages(tmp_path)
     names = ("node", "hosts", "named", "training", "pipeline", "tensor", "moe", "gpu", "timeline", "compression")
-    assert set(made) == {f"{name}.md" for name in names}
-    assert "int8" in made["compression.md"] and "int8" not in made["node.md"]
+    assert set(pages_) == {f"{name}.md" for name in names}
+    assert "int8" in pages_["compression.md"] and "int8" not in pages_["node.md"]
 
 
-def test_numbers() -> None:
+def test_numbers_are_formatted() -> None:
     assert [bytes_text(n) for n in (4, 1024, 1536, 64 << 20)] == ["4", "1 Ki", "1536", "64 Mi"]
     assert [time_text(s) for s in (1e-6, 9.996e-4, 0.0123, 2.0)] == ["1.00 us", "1.00 ms", "12.3 ms", "2.00 s"]
     assert inner(list(range(11))) == list(range(1, 10)) and inner([2, 1]) == [1, 2]

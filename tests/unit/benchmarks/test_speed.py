@@ -1,4 +1,4 @@
-"""The speed tables of README and of the page of performance: each ratio is made from results files."""
+"""The speed tables of README and of the page of performance: each ratio is computed from results files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from benchmarks import pages, speed
 FACTS = {"cpu": "Some Xeon", "date": "2026-11-23T04:00:00+00:00"}
 
 
-def test_tables_are_those_of_the_files() -> None:
-    found = pages.speed_pages()
-    assert {path.name for path in found} == {"README.md", "performance.md"}
-    for path, text in found.items():
+def test_tables_match_the_files() -> None:
+    written = pages.speed_pages()
+    assert {path.name for path in written} == {"README.md", "performance.md"}
+    for path, text in written.items():
         assert path.read_text() == text, "run python benchmarks/pages.py"
 
 
 def test_readme_and_the_page_have_no_other_table_of_ratios() -> None:
-    """Older tables stood there whose raw figures were not kept."""
+    """They had older tables without saved raw figures."""
     for path in pages.speed_pages():
         text = path.read_text()
         outside = text[: text.index(speed.BEGIN)] + text[text.index(speed.END) :]
@@ -42,7 +42,7 @@ def test_a_ratio_is_the_median_of_the_starts(tmp_path: Path) -> None:
         speed.load(one, tmp_path / "other")
 
 
-def test_text_of_ratios() -> None:
+def test_ratios_are_formatted() -> None:
     assert [speed.ratio_text([value]) for value in (0.8, 1.999, 2.71, 94.6, 522.2)] == [
         "0.80",
         "2.00",

@@ -1,4 +1,4 @@
-"""Shared segments: mapped by all, without a name, refused on all when one cannot be had, and gone when dropped."""
+"""Shared segments: mapped by all, unnamed, refused on all ranks if one cannot be allocated, freed when dropped."""
 
 from __future__ import annotations
 
@@ -55,34 +55,34 @@ def mappings():
     return Path("/proc/self/maps").read_text().count(f"commlib-{os.getpid()}-")
 
 
-def test_all_see_what_one_writes_and_no_file_is_left():
+def test_all_ranks_see_a_write_and_no_file_remains():
     before = mappings()
-    made = everywhere(3, lambda rank, gather: segment.share(rank, 5000, gather))
-    assert [len(shared.bases) for shared in made] == [3, 3, 3]
-    assert len({base for shared in made for base in shared.bases}) == 9
-    assert all(base % 64 == 0 for shared in made for base in shared.bases)
-    for rank, shared in enumerate(made):
+    segments = everywhere(3, lambda rank, gather: segment.share(rank, 5000, gather))
+    assert [len(shared.bases) for shared in segments] == [3, 3, 3]
+    assert len({base for shared in segments for base in shared.bases}) == 9
+    assert all(base % 64 == 0 for shared in segments for base in shared.bases)
+    for rank, shared in enumerate(segments):
         assert not array(shared.bases[rank], 5000).any()
         array(shared.bases[rank], 5000)[:] = rank + 1
-    for shared in made:
+    for shared in segments:
         assert [set(array(base, 5000)) for base in shared.bases] == [{1}, {2}, {3}]
     assert files() == []
     assert mappings() == before + 9
-    made[0].close()
+    segments[0].close()
     assert mappings() == before + 6
-    del made, shared
+    del segments, shared
     assert mappings() == before
 
 
-def test_it_takes_no_descriptors():
+def test_segments_use_no_descriptors():
     before = len(os.listdir("/proc/self/fd"))
-    made = everywhere(4, lambda rank, gather: segment.share(rank, 100, gather))
+    segments = everywhere(4, lambda rank, gather: segment.share(rank, 100, gather))
     assert len(os.listdir("/proc/self/fd")) == before
-    assert len(made) == 4
+    assert len(segments) == 4
 
 
-def test_too_little_memory_is_told_on_all_ranks():
-    """A file with holes would be mapped well, and end the process when it is written."""
+def test_too_little_memory_is_an_error_on_all_ranks():
+    """A sparse file would map without an error, and kill the process at the first write."""
     before = mappings()
     for error in everywhere(2, lambda rank, gather: segment.share(rank, 1 << 60, gather)):
         assert isinstance(error, TransportError)
@@ -115,16 +115,16 @@ def test_one_rank_that_sees_another_folder_is_named_on_all(monkeypatch):
     assert files() == []
 
 
-def test_there_is_no_name_at_any_time(monkeypatch):
-    """A job that was killed while it had one left its memory behind."""
+def test_segments_never_have_a_name(monkeypatch):
+    """A job that was killed while a segment had a name leaked its memory."""
     seen = []
     create = segment.allocate
 
     def look(path, nbytes):
         seen.append(files())
-        made = create(path, nbytes)
+        mapping_ = create(path, nbytes)
         seen.append(files())
-        return made
+        return mapping_
 
     monkeypatch.setattr(segment, "allocate", look)
     everywhere(2, lambda rank, gather: segment.share(rank, 100, gather))
@@ -132,7 +132,7 @@ def test_there_is_no_name_at_any_time(monkeypatch):
 
 
 def test_files_have_names_where_descriptors_of_others_cannot_be_opened(monkeypatch):
-    """Each rank in a container of its own has other process numbers, or may not look into the others."""
+    """Ranks in containers of their own have other process numbers, or may not read each other's descriptors."""
     mapping, seen = segment.Mapping, []
 
     def refuse(path, nbytes):
@@ -143,13 +143,13 @@ def test_files_have_names_where_descriptors_of_others_cannot_be_opened(monkeypat
         return mapping(path, nbytes)
 
     monkeypatch.setattr(segment, "Mapping", refuse)
-    made = everywhere(2, lambda rank, gather: segment.share(rank, 5000, gather))
-    array(made[0].bases[1], 5000)[:] = 7
-    assert set(array(made[1].bases[1], 5000)) == {7}
+    segments = everywhere(2, lambda rank, gather: segment.share(rank, 5000, gather))
+    array(segments[0].bases[1], 5000)[:] = 7
+    assert set(array(segments[1].bases[1], 5000)) == {7}
     assert files() == [] and any(path.startswith(segment.FOLDER) for path in seen)
 
 
-def test_another_process_of_the_same_number_is_not_asked(monkeypatch):
+def test_another_process_with_the_same_number_is_ignored(monkeypatch):
     nameless = segment.create_unnamed
     other = os.open("/dev/null", os.O_RDWR)
 
@@ -160,25 +160,25 @@ def test_another_process_of_the_same_number_is_not_asked(monkeypatch):
 
     monkeypatch.setattr(segment, "create_unnamed", elsewhere)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
-    made = everywhere(2, lambda rank, gather: segment.share(rank, 100, gather))
+    segments = everywhere(2, lambda rank, gather: segment.share(rank, 100, gather))
     os.close(other)
-    assert [len(shared.bases) for shared in made] == [2, 2]
+    assert [len(shared.bases) for shared in segments] == [2, 2]
 
 
-def test_what_the_machine_has_not_is_not_asked_of_it(monkeypatch):
-    """Memory without a name has no limit of its own: the kernel would end some process instead of saying no."""
+def test_segments_beyond_available_memory_are_refused(monkeypatch):
+    """Unnamed memory has no limit of its own: the kernel would kill some process instead of returning an error."""
     monkeypatch.setattr(memory, "available_bytes", lambda: 100 << 20)
     for error in everywhere(2, lambda rank, gather: segment.share(rank, 200 << 20, gather)):
         assert isinstance(error, TransportError) and "104857600 bytes are available" in str(error)
-    made = everywhere(2, lambda rank, gather: segment.share(rank, 90 << 20, gather))
-    assert len(made[0].bases) == 2
+    segments = everywhere(2, lambda rank, gather: segment.share(rank, 90 << 20, gather))
+    assert len(segments[0].bases) == 2
 
 
-def test_available_memory_is_that_of_the_machine_or_less():
+def test_available_memory_is_at_most_that_of_the_machine():
     assert 0 < memory.available_bytes() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_available_memory_in_control_groups(monkeypatch, tmp_path):
+def test_control_groups_limit_available_memory(monkeypatch, tmp_path):
     (tmp_path / "job" / "step").mkdir(parents=True)
     for folder, most, used, cached in (("job", "4000000", 3000000, 500000), ("job/step", "max", 1000, 0)):
         (tmp_path / folder / "memory.max").write_text(f"{most}\n")
@@ -189,31 +189,31 @@ def test_available_memory_in_control_groups(monkeypatch, tmp_path):
     assert memory.left_in(tmp_path / "gone", "memory.max", "memory.current") == sys.maxsize
 
 
-def test_sweeping_removes_what_nobody_can_be_using(monkeypatch, tmp_path):
+def test_sweeping_removes_unused_files(monkeypatch, tmp_path):
     monkeypatch.setattr(segment, "FOLDER", str(tmp_path))
-    with subprocess.Popen(["true"]) as gone:
-        gone.wait()
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
     names = {
-        "dead": f"commlib-{gone.pid}-00",
+        "dead": f"commlib-{dead.pid}-00",
         "reused": f"commlib-{os.getppid()}-01",
         "alive": f"commlib-{os.getpid()}-02",
-        "locked": f"commlib-{gone.pid}-03",
+        "locked": f"commlib-{dead.pid}-03",
         "others": "commlib-tune-04",
     }
     for name in names.values():
         (tmp_path / name).write_bytes(b"0")
-    (tmp_path / f"commlib-{gone.pid}-05").symlink_to(tmp_path / names["others"])
-    monkeypatch.setattr(segment, "may_own", lambda process, made: process == os.getpid())
-    with open(tmp_path / names["locked"]) as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
+    (tmp_path / f"commlib-{dead.pid}-05").symlink_to(tmp_path / names["others"])
+    monkeypatch.setattr(segment, "may_own", lambda process, created: process == os.getpid())
+    with open(tmp_path / names["locked"]) as locked_file:
+        fcntl.flock(locked_file, fcntl.LOCK_SH)
         segment.sweep()
     assert {key for key, name in names.items() if (tmp_path / name).exists()} == {"alive", "locked", "others"}
 
 
-def test_a_process_may_own_a_file_that_is_not_older_than_itself():
+def test_a_process_may_own_only_files_newer_than_itself():
     now = time.time()
     assert segment.may_own(os.getpid(), now)
-    assert not segment.may_own(os.getpid(), now - 10**6)  # another process of this number made it
-    with subprocess.Popen(["true"]) as gone:
-        gone.wait()
-    assert not segment.may_own(gone.pid, now)
+    assert not segment.may_own(os.getpid(), now - 10**6)  # another process with this number created it
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    assert not segment.may_own(dead.pid, now)

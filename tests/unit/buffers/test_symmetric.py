@@ -13,7 +13,7 @@ from tests.bodies.loopback import run
 
 
 class Memory:
-    """Shared memory of two ranks in one process, of which this is rank 1."""
+    """Shared memory of two ranks in one process, seen by rank 1."""
 
     closed = False
 
@@ -26,7 +26,7 @@ class Memory:
 
 
 class Group:
-    """What rank 1 sees; `others_dead` is what rank 0 says when it is asked which arrays are gone."""
+    """A group seen by rank 1; `others_dead` holds the arrays that rank 0 reports as freed."""
 
     def __init__(self) -> None:
         self.memories: list[Memory] = []
@@ -46,7 +46,7 @@ def place(group: Group, array: Any) -> Any:
     return group.symmetric.find(array.ctypes.data, array.nbytes)
 
 
-def test_find():
+def test_an_address_has_a_place():
     group = Group()
     first, second = group.symmetric.allocate(1000), group.symmetric.allocate(500)
     for array, memory in ((first, group.memories[0]), (second, group.memories[1])):
@@ -57,7 +57,7 @@ def test_find():
     assert place(group, first)[0] != place(group, second)[0]
 
 
-def test_what_is_not_in_symmetric_memory_is_not_found():
+def test_other_memory_has_no_place():
     group = Group()
     assert place(group, np.zeros(10)) is None
     x = group.symmetric.allocate(1000)
@@ -93,7 +93,7 @@ def test_a_segment_is_released_only_when_all_ranks_have_dropped_it():
     assert group.memories[0].closed
 
 
-def test_close_releases_everything_but_what_an_array_still_uses():
+def test_close_keeps_memory_that_an_array_uses():
     """It was unmapped under the array: the next access ended the process."""
     group = Group()
     x, dead = group.symmetric.allocate(1000), group.symmetric.allocate(1000)
@@ -106,13 +106,13 @@ def test_close_releases_everything_but_what_an_array_still_uses():
     x[:] = 1
 
 
-def test_nothing():
+def test_empty_arrays_have_no_place():
     group = Group()
     assert group.symmetric.allocate(0).shape == (0,)
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 0, 1]])
-def test_of_a_communicator(nodes):
+def test_a_communicator_has_symmetric_memory(nodes):
     def check(comm):
         x = comm.empty((30, 100), "float32")
         assert x.shape == (30, 100) and not x.any() and x.ctypes.data % 64 == 0

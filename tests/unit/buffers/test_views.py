@@ -1,4 +1,4 @@
-"""Views: which foreign arrays are taken, over the same memory, and which are refused with what words."""
+"""Views: foreign arrays that are accepted, over the same memory, and those that are refused, with their errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from commlib.dtypes import DTYPES, NUMPY
 from commlib.errors import UsageError
 
 
-def test_a_numpy_array_is_itself():
+def test_a_numpy_array_is_returned_as_is():
     x = np.zeros((2, 3), np.float32)
     assert as_host(x, "verb") is x
 
 
 @pytest.mark.parametrize("make", [bytearray, lambda b: memoryview(bytearray(b)), lambda b: array.array("B", b)])
-def test_buffers_are_seen_in_place(make):
+def test_buffers_are_viewed_in_place(make):
     x = make(b"abc")
     view = as_host(x, "verb")
     assert view.dtype == np.uint8 and view.tolist() == [97, 98, 99]
@@ -42,7 +42,7 @@ def test_read_only_buffers_stay_read_only():
         writable(view, "verb", "out")
 
 
-def test_array_interface():
+def test_an_array_interface_is_viewed_in_place():
     class Foreign:
         def __init__(self, inner):
             self.inner, self.__array_interface__ = inner, inner.__array_interface__
@@ -55,7 +55,7 @@ def test_array_interface():
 
 @pytest.mark.parametrize("scalar", [np.float32(1), np.int8(1), ml_dtypes.bfloat16(1), np.bool_(True)], ids=repr)
 def test_numpy_scalars_may_be_read_but_not_written(scalar):
-    """They are values: what is written to a view of one is lost."""
+    """They are values: a write to a view of one is lost."""
     view = as_host(scalar, "verb")
     assert view.shape == () and view == scalar
     with pytest.raises(UsageError, match="read-only"):
@@ -76,7 +76,7 @@ class Dlpack:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "bfloat16"])  # numpy cannot export that
-def test_dlpack(dtype):
+def test_dlpack_is_viewed_in_place(dtype):
     inner = np.ones((4, 3), NUMPY[dtype])
     for part in (inner, inner[::2, 1:], inner[0], inner[0, 0:1].reshape(()), inner.T, inner[:0]):
         view = as_host(Dlpack(part), "verb")
@@ -119,7 +119,7 @@ TORCH_DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
-def test_torch_tensors_in_place(dtype):
+def test_torch_tensors_are_viewed_in_place(dtype):
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(4, 3, dtype=getattr(torch, dtype))
     for part in (tensor, tensor[::2, 1:], tensor.t(), tensor[1, 1], tensor[:0]):
@@ -131,7 +131,7 @@ def test_torch_tensors_in_place(dtype):
         assert not view.astype(bool).any()
 
 
-def test_torch_bfloat16_values():
+def test_torch_bfloat16_keeps_its_values():
     torch = pytest.importorskip("torch")
     tensor = torch.tensor([1.5, -2.0, float("inf")], dtype=torch.bfloat16)
     assert as_host(tensor, "verb").astype(np.float32).tolist() == [1.5, -2.0, float("inf")]
@@ -146,7 +146,7 @@ def test_torch_tensors_that_need_a_gradient_are_refused():
 
 
 @pytest.mark.parametrize("x", [None, 1.0, [1.0], (1,), "text", {1: 2}, object()], ids=lambda x: type(x).__name__)
-def test_what_is_no_array_is_refused(x):
+def test_other_objects_are_refused(x):
     with pytest.raises(
         UsageError, match=rf"^verb: x is a {type(x).__name__}: expected an array .*numpy.array\(value\)"
     ):
@@ -159,12 +159,12 @@ def test_other_dtypes_are_refused(dtype):
         as_host(np.zeros(2, dtype), "verb")
 
 
-def test_other_names_of_the_same_dtypes():
+def test_equivalent_dtypes_are_accepted():
     for dtype in (np.longlong, np.ulonglong, np.intc, np.uintp, "<f4", "=i8"):
         as_host(np.zeros(2, dtype), "verb")
 
 
-def test_contiguous_copies_only_what_it_must(caplog):
+def test_contiguous_copies_only_when_needed(caplog):
     x = np.zeros((4, 4))
     assert contiguous(x, "verb") is x
     assert contiguous(x[:2], "verb").base is x

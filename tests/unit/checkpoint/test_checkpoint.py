@@ -1,4 +1,4 @@
-"""Checkpoints are there as a whole or not at all, and hold what ranks have in common once."""
+"""Checkpoints are complete or absent, and store state that ranks share once."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def files(folder: Path) -> dict[str, set[str]]:
     return {one.name: {file.name for file in one.iterdir()} for one in folder.iterdir()}
 
 
-def test_what_ranks_hold_alike_is_written_once(tmp_path: Path) -> None:
+def test_state_equal_on_all_ranks_is_written_once(tmp_path: Path) -> None:
     saved(tmp_path, 3, 5, own=lambda rank: rank // 2)
     assert files(tmp_path) == {"step-000000005": {"index.json", "alike.0.npz", "own.0.npz", "own.2.npz"}}
     assert resumed(tmp_path, 3) == [(5, 7, 0), (5, 7, 0), (5, 7, 1)]
 
 
-def test_the_newest_stay_and_are_taken_up(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_stay_and_are_resumed(tmp_path: Path) -> None:
     assert resumed(tmp_path / "missing", 2) == [(0, None, None)] * 2
     for step in (1, 10, 9):
         saved(tmp_path, 2, step)
@@ -67,7 +67,7 @@ def test_the_newest_stay_and_are_taken_up(tmp_path: Path) -> None:
     assert resumed(tmp_path, 2) == [(11, 7, 5)] * 2
 
 
-def test_what_a_killed_job_left_is_neither_seen_nor_kept(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_job_are_ignored_and_removed(tmp_path: Path) -> None:
     saved(tmp_path, 2, 3)
     with folders.create_checkpoint(tmp_path, 4):
         (folders.unfinished_path(tmp_path, 4) / "own.0.npz").write_bytes(b"half")
@@ -76,7 +76,7 @@ def test_what_a_killed_job_left_is_neither_seen_nor_kept(tmp_path: Path) -> None
     assert sorted(files(tmp_path)) == ["step-000000003", "step-000000006"]
 
 
-def test_an_error_of_one_rank_is_that_of_all_and_nothing_is_there(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_fails_all_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     def rank(comm: Any) -> str:
         def state() -> Any:
             if comm.rank == 1:
@@ -87,12 +87,12 @@ def test_an_error_of_one_rank_is_that_of_all_and_nothing_is_there(tmp_path: Path
             Checkpoint(tmp_path, {"x": CheckpointPart(state, print)}, ranks=comm).save(8)
         return str(error.value)
 
-    said = f"checkpoint of step 8 in {tmp_path}: OSError: [Errno 28] No space left on device (rank 1)"
-    assert run(3, rank) == [said] * 3
+    message = f"checkpoint of step 8 in {tmp_path}: OSError: [Errno 28] No space left on device (rank 1)"
+    assert run(3, rank) == [message] * 3
     assert folders.complete_steps(tmp_path) == []
 
 
-def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
+def test_different_steps_are_refused(tmp_path: Path) -> None:
     def rank(comm: Any) -> None:
         with pytest.raises(UsageError, match=r"ranks save different steps, 0, 1"):
             Checkpoint(tmp_path, {"x": Cell(0).part()}, ranks=comm).save(comm.rank)
@@ -100,7 +100,7 @@ def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
     run(2, rank)
 
 
-def test_another_number_of_ranks_resumes_what_was_alike(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_ranks_resumes_shared_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 2, 4)
     with pytest.raises(
         UsageError, match=r"each of 2 ranks saved a different own, but this job has 3 ranks: start it on 2 ranks"
@@ -119,7 +119,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         resumed(tmp_path, 2)
 
 
-def test_what_was_not_saved_is_named(tmp_path: Path) -> None:
+def test_missing_parts_are_named(tmp_path: Path) -> None:
     saved(tmp_path, 1, 4)
 
     def rank(comm: Any) -> None:
@@ -129,7 +129,7 @@ def test_what_was_not_saved_is_named(tmp_path: Path) -> None:
     run(1, rank)
 
 
-def test_who_writes_and_who_reads() -> None:
+def test_ranks_share_writing_and_reading() -> None:
     everyone = [{"a": "x", "b": "y"}, {"a": "x", "b": "z"}, {"a": "w"}]
     writers = find_writers(everyone)
     assert writers == {"a": [0, 0, 2], "b": [0, 1, None]}
@@ -141,12 +141,12 @@ def test_who_writes_and_who_reads() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"parts": {}}])
-def test_wrong_arguments(tmp_path: Path, wrong: Any) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(UsageError, match="expected something to save and keep >= 1"):
         Checkpoint(tmp_path, **{"parts": {"x": Cell(0).part()}, **wrong})
 
 
-def test_bits_are_the_same(tmp_path: Path) -> None:
+def test_resumed_state_has_the_same_bits(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(5, 3))
 
     def rank(comm: Any) -> None:
@@ -182,23 +182,23 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_all_ranks_go_back_to_the_last_that_is_whole(
+def test_all_ranks_resume_the_last_complete_checkpoint(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file that was cut short ended the job, each time it was started again; an empty folder was passed over."""
+    """A truncated file ended the job at every restart; an empty folder was skipped."""
     for step in (2, 4):
         saved(tmp_path, 2, step, own=lambda rank, step=step: 10 * step + rank)
     DAMAGE[kind](tmp_path / "step-000000004")
     assert resumed(tmp_path, 2) == [(2, 7, 20), (2, 7, 21)]
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert f"checkpoint of step 4 in {tmp_path}: " in said and "(rank" in said
-    assert said.endswith("so this checkpoint is damaged, and the job resumes from step 2")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"checkpoint of step 4 in {tmp_path}: " in message and "(rank" in message
+    assert message.endswith("so this checkpoint is damaged, and the job resumes from step 2")
     shutil.rmtree(tmp_path / "step-000000002")
     with pytest.raises(CommlibError, match=r"no checkpoint is intact: checkpoint of step 4 .*Remove them"):
         resumed(tmp_path, 2)
 
 
-def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     for step in (2, 4):
         saved(tmp_path, 1, step)
     cut(tmp_path / "step-000000004" / "own.0.npz")
@@ -213,8 +213,8 @@ def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_job_that_is_killed_while_it_replaces_a_checkpoint_loses_none(tmp_path: Path, is_written: bool) -> None:
-    """The old one had no name any more, the new one had none yet, and the next save removed both."""
+def test_a_kill_during_replacement_loses_no_checkpoint(tmp_path: Path, is_written: bool) -> None:
+    """The old one had lost its name, the new one had none yet, and the next save removed both."""
     saved(tmp_path, 1, 5, own=lambda rank: "old")
     (tmp_path / "step-000000005").rename(tmp_path / ".step-000000005.old")
     if is_written:
@@ -225,7 +225,7 @@ def test_a_job_that_is_killed_while_it_replaces_a_checkpoint_loses_none(tmp_path
     assert resumed(tmp_path, 1) == [(5, 7, "new" if is_written else "old")]
 
 
-def test_two_jobs_do_not_save_into_one_folder_at_once(tmp_path: Path) -> None:
+def test_two_jobs_cannot_save_into_one_folder(tmp_path: Path) -> None:
     """One removed what the other was writing; with bad luck a checkpoint had parts of both."""
     with (
         folders.create_checkpoint(tmp_path, 5),
@@ -236,7 +236,7 @@ def test_two_jobs_do_not_save_into_one_folder_at_once(tmp_path: Path) -> None:
     assert resumed(tmp_path, 2)[0][0] == 6
 
 
-def test_a_job_that_saves_what_it_will_not_resume_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_without_resuming_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 2, 50)
     assert not caplog.records
     saved(tmp_path, 2, 3)

@@ -15,7 +15,7 @@ from commlib.checkpoint.packed_state import PackedTensor
 from commlib.errors import UsageError
 
 
-def there_and_back(state: Any) -> Any:
+def round_trip(state: Any) -> Any:
     file = io.BytesIO()
     packed_state.write(file, state, "state")
     file.seek(0)
@@ -29,8 +29,8 @@ PLAIN = {
 }
 
 
-def test_plain_values_come_back() -> None:
-    back = there_and_back(PLAIN)
+def test_plain_values_survive() -> None:
+    back = round_trip(PLAIN)
     assert back == PLAIN
     assert [type(key) for key in back] == [str, int, str]
     assert str(back[3][0]) == "-0.0"
@@ -38,14 +38,14 @@ def test_plain_values_come_back() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "complex64", ml_dtypes.bfloat16, "float16"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 4), (2, 0, 5)])
-def test_arrays_come_back(dtype: Any, shape: tuple[int, ...]) -> None:
+def test_arrays_survive(dtype: Any, shape: tuple[int, ...]) -> None:
     array = np.asarray(np.random.default_rng(0).normal(size=shape) * 9).astype(dtype)
     for one in (array, array.T):
-        back = there_and_back({"x": one})["x"].array()
+        back = round_trip({"x": one})["x"].array()
         assert (back.dtype, back.shape, back.tobytes()) == (one.dtype, one.shape, one.tobytes())
 
 
-def test_digests_tell_states_apart() -> None:
+def test_different_states_have_different_digests() -> None:
     states = [{"x": np.zeros(2)}, {"x": np.zeros(2, np.float32)}, {"x": np.zeros((2, 1))}, {"y": np.zeros(2)}, {"x": 0}]
     states += [{"x": np.array([0, -0.0])}, {"x": [0]}, {"x": (0,)}, {"x": np.zeros(0)}]
     digests = [packed_state.digest(state, "state") for state in states]
@@ -57,15 +57,15 @@ def test_digests_tell_states_apart() -> None:
     )
 
 
-def test_what_is_no_state_is_named() -> None:
+def test_unsupported_values_are_named() -> None:
     with pytest.raises(UsageError, match=r"checkpoint: model\['a'\]\[1\] is a set: expected tensors"):
         packed_state.digest({"a": [0, {1}]}, "model")
     with pytest.raises(UsageError, match=r"model has the key \(1, 2\): expected strings and integers"):
         packed_state.digest({(1, 2): 0}, "model")
 
 
-def test_generators_go_on_where_they_were() -> None:
-    state = there_and_back(generators.state())
+def test_generators_continue_from_their_state() -> None:
+    state = round_trip(generators.state())
     drawn = random.random(), np.random.normal(), np.random.normal()
     generators.load(state)
     assert (random.random(), np.random.normal(), np.random.normal()) == drawn

@@ -1,4 +1,4 @@
-"""tests/plugins/again.py: what a further run would only say again is left out, and nothing else."""
+"""tests/plugins/again.py: a further run skips exactly the tests that would only repeat a result."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ EVERYTHING = {"any_ranks", "any_mpi", "each[0]", "each[1]"}
         ("ranks,mpi", EVERYTHING - {"each[1]"}),
     ],
 )
-def test_what_is_marked_is_left_out(tmp_path, again, left_out):
+def test_marked_tests_are_left_out(tmp_path, again, left_out):
     done = collect(tmp_path, f"--again={again}")
-    found = {line.split("::test_")[1] for line in done.stdout.splitlines() if "::" in line}
-    assert found == EVERYTHING - left_out, done.stdout
+    selected = {line.split("::test_")[1] for line in done.stdout.splitlines() if "::" in line}
+    assert selected == EVERYTHING - left_out, done.stdout
     assert not left_out or f"({len(left_out)} deselected)" in done.stdout
 
 
@@ -60,18 +60,18 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.mark.parametrize(
-    "again, found", [("", {"verbs", "more", "always", "two"}), ("ranks", {"more", "always"}), ("mpi", {"verbs"})]
+    "again, selected", [("", {"verbs", "more", "always", "two"}), ("ranks", {"more", "always"}), ("mpi", {"verbs"})]
 )
-def test_files_of_adapters_are_not_even_imported(tmp_path, again, found):
+def test_files_of_adapters_are_not_even_imported(tmp_path, again, selected):
     for name, text in {"verbs": "", "more": "@pytest.mark.ranks(min=3)", "always": "", "two": ""}.items():
         (tmp_path / f"test_{name}.py").write_text(f"import pytest\n{text}\ndef test_{name}(): pass\nprint('{name}!')")
     (tmp_path / "conftest.py").write_text(ADAPTER)
     done = collect(tmp_path, f"--again={again}", "-s")
-    assert {line.split("::test_")[1] for line in done.stdout.splitlines() if "::" in line} == found, done.stdout
-    assert {name for name in ("verbs", "more", "always", "two") if f"{name}!" in done.stdout} == found
+    assert {line.split("::test_")[1] for line in done.stdout.splitlines() if "::" in line} == selected, done.stdout
+    assert {name for name in ("verbs", "more", "always", "two") if f"{name}!" in done.stdout} == selected
 
 
-def test_a_file_that_would_be_left_out_in_error_is_named(tmp_path):
+def test_a_file_left_out_by_mistake_is_named(tmp_path):
     text = "import pytest\nmost = {'min': 3}\n@pytest.mark.ranks(**most)\ndef test_more(): pass"
     (tmp_path / "test_hidden.py").write_text(text)
     (tmp_path / "conftest.py").write_text(ADAPTER)

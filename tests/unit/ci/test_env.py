@@ -1,4 +1,4 @@
-"""ci/env.sh: what lets mpiexec run on one machine, whichever Open MPI it is."""
+"""ci/env.sh: settings that let mpiexec run on one machine, with any Open MPI."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def sourced(**environment):
     return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
 
 
-def test_transports_are_left_out_by_name_never_asked_for():
-    """Shared memory is called sm in Open MPI 5 and vader in 4, which ended every job that asked for sm."""
+def test_transports_are_excluded_by_name_and_never_requested():
+    """Shared memory is called sm in Open MPI 5 and vader in 4, which ended every job that requested sm."""
     assert sourced()["OMPI_MCA_btl"].startswith("^")
     assert {"sm", "vader", "self", "tcp"}.isdisjoint(sourced()["OMPI_MCA_btl"][1:].split(","))
 
 
-def test_more_ranks_than_cores_and_root_under_open_mpi_4_and_5():
+def test_open_mpi_4_and_5_allow_root_and_oversubscription():
     settings = sourced()
     assert settings["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     assert settings["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
@@ -31,5 +31,5 @@ def test_more_ranks_than_cores_and_root_under_open_mpi_4_and_5():
     assert settings["OMPI_ALLOW_RUN_AS_ROOT"] == settings["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
 
 
-def test_a_value_that_is_set_wins():
+def test_an_existing_value_wins():
     assert sourced(OMPI_MCA_btl="self,vader")["OMPI_MCA_btl"] == "self,vader"

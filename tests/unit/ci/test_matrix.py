@@ -22,7 +22,7 @@ WITHOUT_SUITE = {
 
 
 @pytest.mark.parametrize("mpi", [matrix.NONE, matrix.FIRST, matrix.OTHER])
-def test_full_runs_all_that_the_usual_run_does(mpi: str) -> None:
+def test_the_full_run_includes_the_usual_run(mpi: str) -> None:
     usual, full = ({name: suite for name, suite, _ in matrix.suites(extent, mpi)} for extent in ("usual", "full"))
     assert usual and usual.keys() <= full.keys()
     for name, suite in usual.items():

@@ -38,8 +38,8 @@ def dots(folder, seconds):
     return [line.split(" ")[0] for line in done.stdout.splitlines() if line.startswith(".")]
 
 
-def test_a_line_ends_when_it_has_stood_for_long_enough(tmp_path):
-    """A launcher that passes on whole lines kept silent for minutes, though the tests went on."""
+def test_a_line_ends_after_some_time(tmp_path):
+    """A launcher that passes on whole lines stayed silent for minutes while the tests ran."""
     assert dots(tmp_path, 0) == ["."] * 5
 
 

@@ -1,4 +1,4 @@
-"""ci/setup installs for the demo only what the demo runs, with commands that record their arguments."""
+"""ci/setup installs only what the demo needs, here with commands that record their arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDED = ("bash", "cat", "sha256sum", "cut", "mkdir", "cp", "rm", "dirname", "en
 
 
 class Checkout:
-    """A copy of what ci/setup reads, in a world whose python and apt-get only record their arguments."""
+    """A copy of the files that ci/setup reads, with a python and an apt-get that only record their arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
@@ -59,7 +59,7 @@ def installed(calls: list[str]) -> str:
     return "\n".join(call.partition("pip install")[2] for call in calls if "pip install" in call)
 
 
-def test_the_demo_gets_nothing_that_only_tests_need(checkout):
+def test_the_demo_installs_no_test_dependencies(checkout):
     _, calls = checkout.set_up("demo")
     assert not [call for call in calls if call.startswith("apt-get")]
     packages = installed(calls)
@@ -70,11 +70,11 @@ def test_the_demo_gets_nothing_that_only_tests_need(checkout):
         assert extra in installed(calls)
 
 
-def test_the_demo_runs_this_set_up():
+def test_the_demo_calls_ci_setup():
     assert "\nci/setup demo\n" in (ROOT / "ci/demo").read_text()
 
 
-def test_a_second_set_up_is_instant_and_tests_complete_that_of_the_demo(checkout):
+def test_a_second_setup_is_instant_and_tests_extend_the_demos(checkout):
     checkout.set_up("demo")
     printed, calls = checkout.set_up("demo")
     assert "is up to date" in printed and not installed(calls)

@@ -1,4 +1,4 @@
-"""ci/test: which parts it has, how each went, and what its last lines say. Tools and launchers are stand-ins."""
+"""ci/test: its parts, their verdicts, and its last lines. Tools and launchers are stand-ins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 CI = Path(__file__).parents[3] / "ci"
 FOLDERS = ("unit", "mpi", "torch_adapter", "tensorflow_adapter", "launch", "multihost", "slurm", "gpu")
-# What pytest says of each folder is in a file of that name; everything else is well.
+# A file with the folder's name has the output of pytest for that folder; everything else succeeds.
 PYTHON = f"""#!/bin/sh
 case "$1$2" in
 *while_moving.py*|-mci.suites) exec {sys.executable} "$@" ;;
@@ -31,7 +31,7 @@ exec "$@"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a copy of ci/test there; what pytest says of a folder can be given. Returns (exit code, output)."""
+    """Run a copy of ci/test there, with given pytest output for some folders. Returns (exit code, output)."""
     shutil.copytree(CI, tmp_path / "ci")
     for folder in FOLDERS:
         (tmp_path / "tests" / folder).mkdir(parents=True)
@@ -47,9 +47,9 @@ def run(tmp_path, monkeypatch):
             (tmp_path / venv / "bin" / name).chmod(0o755)
     (tmp_path / "said").mkdir()
 
-    def call(*arguments, **said):
+    def call(*arguments, **outputs):
         for folder in FOLDERS:
-            text, code = said.get(folder, ("...\n3 passed in 0.10s\n", 0))
+            text, code = outputs.get(folder, ("...\n3 passed in 0.10s\n", 0))
             (tmp_path / "said" / folder).write_text(text)
             (tmp_path / "said" / f"{folder}.code").write_text(str(code))
         environment = {**os.environ, "VENV": str(tmp_path / "one"), "VENV_MPICH": str(tmp_path / "two")}
@@ -81,7 +81,7 @@ ALL_SKIPPED = (
 )
 
 
-def test_a_green_run_names_the_suites_that_were_skipped_in_its_last_lines(run):
+def test_a_green_run_names_skipped_suites_in_its_last_lines(run):
     """Tests on hosts were skipped for months on machines without tc, and the run was green."""
     code, output = run("openmpi", multihost=(ALL_SKIPPED, 0))
     assert code == 0
@@ -92,23 +92,23 @@ def test_a_green_run_names_the_suites_that_were_skipped_in_its_last_lines(run):
     assert parts(output)["openmpi: tests/multihost"] == "SKIPPED: no emulated hosts here: no tc"
 
 
-def test_single_skipped_tests_are_counted_and_the_rest_is_not_hidden(run):
+def test_single_skipped_tests_are_counted_without_hiding_others(run):
     code, output = run("openmpi", launch=("..s\n2 passed, 1 skipped in 61.05s (0:01:01)\n", 0))
     assert code == 0 and "not tested at all" not in output
     assert parts(output)["openmpi: tests/launch"] == "ok, 1 skipped"
     assert set(parts(output).values()) == {"ok", "ok, 1 skipped"}
 
 
-def test_a_failure_is_one_whatever_comes_after_it(run):
+def test_a_failure_counts_whatever_follows(run):
     code, output = run(unit=("F\n1 failed, 2 skipped in 0.10s\n", 1))
     assert code == 1
-    found = parts(output)
-    assert found.pop("tests/unit") == "FAILED" and set(found.values()) == {"ok"}
-    assert [name for name in found if "tests/mpi" in name] == [
+    verdicts = parts(output)
+    assert verdicts.pop("tests/unit") == "FAILED" and set(verdicts.values()) == {"ok"}
+    assert [name for name in verdicts if "tests/mpi" in name] == [
         *(f"openmpi: tests/mpi on {ranks}" for ranks in (1, 2, 4)),
         "mpich: tests/mpi on 3",
     ]
-    assert [name for name in found if "tests/gpu" in name] == ["openmpi: tests/gpu on 2"]
+    assert [name for name in verdicts if "tests/gpu" in name] == ["openmpi: tests/gpu on 2"]
 
 
 def test_quick_is_style_unit_tests_and_two_ranks(run):
@@ -120,7 +120,7 @@ def test_quick_is_style_unit_tests_and_two_ranks(run):
     ]
 
 
-def test_full_is_the_verbs_everywhere_and_the_rest_where_it_says_more(run):
+def test_full_runs_the_verbs_everywhere_and_the_rest_where_useful(run):
     code, output = run("full")
     assert code == 0
     names = list(parts(output))
@@ -131,17 +131,17 @@ def test_full_is_the_verbs_everywhere_and_the_rest_where_it_says_more(run):
         assert any(name.startswith(f"{mpi}: tests/mpi on 2, whose") for name in names) is (mpi == "openmpi")
 
 
-def test_a_part_that_falls_silent_is_ended(run, monkeypatch, tmp_path):
+def test_a_silent_part_is_ended(run, monkeypatch, tmp_path):
     (tmp_path / "one" / "bin" / "mypy").write_text("#!/bin/sh\necho begun\nexec sleep 100\n")
     monkeypatch.setenv("SILENCE", "1")
     code, output = run("quick")
     assert code == 1
-    found = parts(output)
-    assert found.pop("mypy").startswith("FAILED (printed nothing for 1 s") and set(found.values()) == {"ok"}
+    verdicts = parts(output)
+    assert verdicts.pop("mypy").startswith("FAILED (printed nothing for 1 s") and set(verdicts.values()) == {"ok"}
 
 
 def test_two_parts_run_at_a_time_and_are_printed_in_order(run, monkeypatch, tmp_path):
-    """mypy ends only once the unit tests, which come after it, have begun."""
+    """Here mypy ends only once the unit tests, which follow it, have begun."""
     mypy, python = (tmp_path / "one" / "bin" / name for name in ("mypy", "python"))
     mypy.write_text("#!/bin/sh\nfor _ in $(seq 300); do [ -e begun ] && echo met && exit; sleep 0.1; done; exit 1\n")
     python.write_text(python.read_text().replace("-mpytest)", "-mpytest)\n    touch begun"))
@@ -155,14 +155,14 @@ def test_two_parts_run_at_a_time_and_are_printed_in_order(run, monkeypatch, tmp_
     assert code == 1 and parts(output)["mypy"] == "FAILED"
 
 
-def test_the_slowest_parts_are_told(run, tmp_path):
+def test_the_slowest_parts_are_reported(run, tmp_path):
     (tmp_path / "one" / "bin" / "codespell").write_text("#!/bin/sh\nsleep 2\n")
     _, output = run("quick")
     slowest = output.split("=== slowest parts (s)\n")[1].splitlines()
     assert slowest[0].split()[1] == "codespell" and int(slowest[0].split()[0]) >= 2 and len(slowest) == 5
 
 
-def test_nothing_is_left_behind_or_goes_on_once_it_is_ended(run, tmp_path, monkeypatch):
+def test_an_ended_run_leaves_no_process_or_file(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     mypy = tmp_path / "one" / "bin" / "mypy"
@@ -170,7 +170,7 @@ def test_nothing_is_left_behind_or_goes_on_once_it_is_ended(run, tmp_path, monke
     code, _ = run("quick")
     assert code != 0
     process = Path(f"/proc/{(tmp_path / 'begun').read_text().strip()}")
-    ends_by = time.monotonic() + 20  # a process that was killed is there until somebody has asked for its end
+    ends_by = time.monotonic() + 20  # a killed process exists until its parent has waited for it
     while process.exists() and time.monotonic() < ends_by:
         time.sleep(0.05)
     assert not process.exists()

@@ -1,4 +1,4 @@
-"""ci/while_moving.py: a job may take as long as it likes while it prints, and ends soon after it has stopped."""
+"""ci/while_moving.py: a job may run as long as it prints, and is ended soon after it falls silent."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def is_there(process):
     return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
 
 
-def assert_gone(process):
+def assert_ended(process):
     deadline = time.monotonic() + 10
     while is_there(process) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_there(process)
 
 
-def test_a_slow_job_that_prints_is_left_alone():
-    """Limits by the clock ended suites that were only slow: this one takes twice as long as it may be silent."""
+def test_a_slow_job_that_prints_may_run():
+    """Time limits ended slow suites: this job takes twice as long as it may be silent."""
     job = start(3, "sh", "-c", "for i in 1 2 3 4 5 6; do printf .; sleep 1; done")
     assert job.stdout.read(1) == "."
     assert job.poll() is None  # passed on at once, not at the end
     assert (job.stdout.read(), job.wait(10)) == (".....", 0)
 
 
-def test_a_silent_job_is_ended_with_all_that_it_started():
+def test_a_silent_job_is_ended_with_its_children():
     began = time.monotonic()
     code, out = run(1, "sh", "-c", "sleep 300 & echo $!; wait")
     assert code == 124 and time.monotonic() - began < 30
-    child, _, said, _ = out.split("\n")
-    assert said.startswith("while_moving: no output for 1 s, or") and "ending: sh -c sleep 300" in said
-    assert_gone(int(child))
+    child, _, message, _ = out.split("\n")
+    assert message.startswith("while_moving: no output for 1 s, or") and "ending: sh -c sleep 300" in message
+    assert_ended(int(child))
 
 
 def test_a_job_that_prints_for_ever_is_ended():
@@ -66,19 +66,19 @@ def test_a_job_that_prints_for_ever_is_ended():
 
 
 def test_last_words_are_passed_on():
-    """Python prints where it is stuck when it is asked to end."""
+    """Python prints where it is stuck when it gets a signal to end."""
     program = "import faulthandler, signal, time; faulthandler.register(15, chain=True); print('there', flush=True)"
     code, out = run(2, sys.executable, "-c", f"{program}; time.sleep(300)")
     assert code == 124
     assert "most recent call first" in out.split("while_moving:")[1]
 
 
-def test_who_does_not_end_when_asked_is_killed():
+def test_a_job_that_ignores_signals_is_killed():
     program = f"import runpy; m = runpy.run_path({str(SCRIPT)!r}); run = m['run']; run.__globals__['GRACE'] = 0.5; "
     program += "raise SystemExit(run(1, 99, ['sh', '-c', \"trap '' TERM; echo $$; while :; do sleep 1; done\"]))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 124, done.stderr
-    assert_gone(int(done.stdout.split()[0]))
+    assert_ended(int(done.stdout.split()[0]))
 
 
 @pytest.mark.parametrize(("program", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143)])
@@ -90,14 +90,14 @@ def test_both_outputs_are_passed_on_in_order():
     assert run(30, "sh", "-c", "echo a; echo b >&2; echo c") == (0, "a\nb\nc\n")
 
 
-def test_what_is_left_behind_does_not_keep_it():
+def test_processes_left_behind_do_not_delay_the_end():
     began = time.monotonic()
     code, out = run(100, "sh", "-c", "sleep 300 & echo $!")
     assert code == 0 and time.monotonic() - began < 30
-    assert_gone(int(out))
+    assert_ended(int(out))
 
 
-def test_who_closes_its_output_may_go_on():
+def test_a_job_may_close_its_output():
     assert run(30, "sh", "-c", "exec >&- 2>&-; sleep 1; exit 3") == (3, "")
 
 
@@ -107,9 +107,9 @@ def test_signals_end_the_job(number):
     process = int(job.stdout.readline())
     job.send_signal(number)
     assert job.wait(30) == 128 + number
-    assert_gone(process)
+    assert_ended(process)
 
 
-def test_it_says_how_it_is_used():
+def test_without_arguments_it_prints_its_usage():
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
     assert done.returncode == 1 and "while_moving.py SECONDS[:MOST] COMMAND" in done.stderr

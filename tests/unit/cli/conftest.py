@@ -1,4 +1,4 @@
-"""Tests of the command's output see no terminal, and none that is claimed: pytest-xdist sets COLUMNS in its workers."""
+"""Tests of the command's output have no terminal, and no claimed width: pytest-xdist sets COLUMNS in its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`commlib trace hang` reads what ranks have written."""
+"""`commlib trace hang` reads the dumps of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trace(*arguments):
     return CliRunner().invoke(app, ["trace", "hang", *map(str, arguments)])
 
 
-def test_the_diagnosis_and_all_of_a_rank(folder):
+def test_the_diagnosis_and_a_rank_are_printed(folder):
     done = trace(folder, "--rank", 0)
     assert done.exit_code == 0, done.output
     assert "rank 1 is missing in world: " in done.output and "it is at train.py:7 in step: work()" in done.output
@@ -46,11 +46,11 @@ def test_the_diagnosis_and_all_of_a_rank(folder):
     assert "rank 0 of 2" not in trace(folder).output
 
 
-def test_json(folder):
-    told = json.loads(trace(folder, "--json", "--rank", 1).stdout)
-    assert told["folder"] == str(folder / "job-abc" / "hang-1") and told["size"] == 2
-    assert [finding["kind"] for finding in told["findings"]] == ["missing"]
-    assert told["dump"]["process"] == 11
+def test_a_diagnosis_is_printed_as_json(folder):
+    data = json.loads(trace(folder, "--json", "--rank", 1).stdout)
+    assert data["folder"] == str(folder / "job-abc" / "hang-1") and data["size"] == 2
+    assert [finding["kind"] for finding in data["findings"]] == ["missing"]
+    assert data["dump"]["process"] == 11
     assert "dump" not in json.loads(trace(folder, "--json").stdout)
 
 
@@ -62,7 +62,7 @@ def test_json(folder):
         ((), "pass a folder with hangs; or a running job, with --now"),
     ],
 )
-def test_wrong_usage(folder, monkeypatch, arguments, words):
+def test_wrong_usage_is_an_error(folder, monkeypatch, arguments, words):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "300")
     done = trace(*arguments)

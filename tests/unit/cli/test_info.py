@@ -1,4 +1,4 @@
-"""`commlib info`: the versions, an MPI library or why there is none, settings with their origin, and what is wrong."""
+"""`commlib info`: versions, the MPI library or why there is none, settings with their origin, and problems."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load no MPI into the process of the unit tests."""
     monkeypatch.setattr(mpi_start, "find_library", lambda: ("Some MPI 1.2", "/lib/libmpi.so.12"))
     monkeypatch.setattr(mpi, "try_alone", lambda seconds: MpiTrial(STARTED, True))
-    monkeypatch.setattr(machine, "read_load", lambda root: 0.1)  # whatever else runs here
+    monkeypatch.setattr(machine, "read_load", lambda root: 0.1)  # independent of other processes here
 
 
-def test_every_setting_is_there_with_value_and_meaning() -> None:
+def test_every_setting_is_shown_with_value_and_meaning() -> None:
     text = info("--all", COMMLIB_STALL_WARNING="2.5")
     for row in rows():
         assert row.variable + "=" in text and row.meaning in text
@@ -47,20 +47,20 @@ def test_every_setting_is_there_with_value_and_meaning() -> None:
     assert "COMMLIB_NODE_PATH=1\n" in text
 
 
-def test_versions_and_library() -> None:
+def test_versions_and_library_are_shown() -> None:
     text = info()
     assert f"commlib   {commlib.__version__}, " in text
     assert "MPI       Some MPI 1.2 (/lib/libmpi.so.12)" in text
 
 
-def test_json() -> None:
-    told = json.loads(info("--json", COMMLIB_CHECK="always"))
-    assert told["commlib"] == commlib.__version__ and told["packages"]["numpy"]
-    assert set(told["settings"]) == {variable(field.name) for field in fields(Config)}
-    assert told["settings"]["COMMLIB_CHECK"] == "always" and told["settings"]["COMMLIB_NODE_PATH"] is True
+def test_info_is_printed_as_json() -> None:
+    data = json.loads(info("--json", COMMLIB_CHECK="always"))
+    assert data["commlib"] == commlib.__version__ and data["packages"]["numpy"]
+    assert set(data["settings"]) == {variable(field.name) for field in fields(Config)}
+    assert data["settings"]["COMMLIB_CHECK"] == "always" and data["settings"]["COMMLIB_NODE_PATH"] is True
 
 
-def test_no_mpi_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_mpi_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> tuple[str, str]:
         raise TransportError("mpi4py cannot load an MPI library")
 
@@ -68,16 +68,16 @@ def test_no_mpi_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MPI       none: mpi4py cannot load an MPI library\n" in info()
 
 
-def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_aware_mpi, "may_have_gpu", lambda: False)
     assert "GPUs      none usable by CuPy\n" in info()
     monkeypatch.setattr(cuda_aware_mpi, "may_have_gpu", lambda: True)
-    for found, text in (
+    for answer, text in (
         (ProbeResult("MPI X: says 1", ""), "MPI X: says 1; MPI accepted GPU memory"),
         (ProbeResult("MPI X: says 1", "ended by SIGSEGV"), "MPI X: says 1; MPI failed on GPU memory: ended by SIGSEGV"),
         (ProbeResult("", "no device"), "MPI could not be asked; MPI failed on GPU memory: no device"),
     ):
-        monkeypatch.setattr(cuda_probe, "probe", lambda found=found: found)
+        monkeypatch.setattr(cuda_probe, "probe", lambda answer=answer: answer)
         assert f"GPUs      {text}\n" in info(COLUMNS="120")
 
 
@@ -86,7 +86,7 @@ def test_a_wrong_setting_is_an_error() -> None:
 
 
 def test_rank_0_alone_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the library is not the launcher's: another rank ends with that, as the first may have another library.
+    """Also where the library is not the launcher's: that error ends another rank; the first may have another library.
 
     Whether this process has Open MPI's libraries depends on the tests before.
     """
@@ -98,28 +98,28 @@ def test_rank_0_alone_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(result.exception).startswith("rank 1 on ")
 
 
-def test_it_is_as_wide_as_the_terminal() -> None:
+def test_output_is_as_wide_as_the_terminal() -> None:
     assert max(map(len, info(COLUMNS="60").splitlines())) <= 60
 
 
-def test_what_mpi_is_like() -> None:
+def test_the_mpi_library_is_described() -> None:
     text = info()
     assert "MPI 4.1, ABI mpich, MPI_THREAD_MULTIPLE, started in 250 ms\n" in text
     assert "accepts GPU memory: no (says 0)\n" in text
 
 
-def test_settings_that_were_given_have_an_origin(tmp_path: Path) -> None:
+def test_changed_settings_have_an_origin(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("timeout = 60\n")
     assert "settings  all have their defaults" in info(COMMLIB_CONFIG="none")
     text = info(COMMLIB_CONFIG=str(file), COMMLIB_SPINS="3")
     assert f"settings  COMMLIB_TIMEOUT=60 (file {file}), COMMLIB_SPINS=3 (environment)\n" in text
-    told = json.loads(info("--json", COMMLIB_CONFIG=str(file)))
-    assert told["settings"]["COMMLIB_TIMEOUT"] == 60.0 and told["origins"]["COMMLIB_TIMEOUT"] == f"file {file}"
-    assert told["origins"]["COMMLIB_SPINS"] == "default"
+    data = json.loads(info("--json", COMMLIB_CONFIG=str(file)))
+    assert data["settings"]["COMMLIB_TIMEOUT"] == 60.0 and data["origins"]["COMMLIB_TIMEOUT"] == f"file {file}"
+    assert data["origins"]["COMMLIB_SPINS"] == "default"
 
 
-def test_it_ends_with_what_is_wrong_and_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_and_remedies_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     assert info().endswith("\nNothing is wrong, as far as commlib can see.\n")
     monkeypatch.setattr(mpi, "try_alone", lambda seconds: MpiTrial(STARTED, False))
     text = info(COLUMNS="200")
@@ -129,8 +129,8 @@ def test_it_ends_with_what_is_wrong_and_what_to_type(monkeypatch: pytest.MonkeyP
     assert problem["level"] == "warning" and problem["cure"]
 
 
-def test_a_busy_machine_is_not_all_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said that nothing was wrong while others took all cores."""
+def test_a_busy_machine_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reported no problem while other processes used all cores."""
     monkeypatch.setattr(machine, "read_load", lambda root: 1000.0)
     monkeypatch.setattr(machine, "find_busy", lambda root: ("burner (process 7, 99% of a core)",))
     text = info(COLUMNS="500")
@@ -143,7 +143,7 @@ def test_an_error_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "- error: MPI did not start within 7 s" in info("--timeout", "7", code=1)
 
 
-def test_a_shell_of_srun_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_of_srun_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4000"}
     for name, value in shell.items():
         monkeypatch.setenv(name, value)
@@ -151,5 +151,5 @@ def test_a_shell_of_srun_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "launcher  srun (without PMI)" in text and "Nothing is wrong" in text
 
 
-def test_it_fits_a_screen() -> None:
+def test_output_fits_a_screen() -> None:
     assert len(info(COLUMNS="80", COMMLIB_CONFIG="none").splitlines()) <= 40

@@ -1,4 +1,4 @@
-"""`commlib show`: lists, pictures, predictions, and what it says about wrong options."""
+"""`commlib show`: lists, pictures, predictions, and errors for wrong options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def show(*arguments: str) -> str:
 
 
 def refused(*arguments: str) -> str:
-    """Return what is printed, on one line, by a call that is wrong."""
+    """Return the output of a wrong call, on one line."""
     result = CliRunner().invoke(app, ["show", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2, result.output
     return " ".join(result.output.replace("│", " ").split())
@@ -50,7 +50,7 @@ GOLDEN_CALLS = {
 
 
 @pytest.mark.parametrize("name", GOLDEN_CALLS)
-def test_golden(name: str) -> None:
+def test_output_matches_the_golden_file(name: str) -> None:
     """To accept new texts: COMMLIB_GOLDEN=write python -m pytest tests/unit/cli/test_show.py, then read the diff."""
     file = GOLDEN / f"{name}.txt"
     got = show(*GOLDEN_CALLS[name])
@@ -60,7 +60,7 @@ def test_golden(name: str) -> None:
 
 
 @pytest.mark.parametrize("verb", verbs())
-def test_lists_the_algorithms_of_a_verb(verb: str) -> None:
+def test_algorithms_of_a_verb_are_listed(verb: str) -> None:
     lines = show(verb).splitlines()
     for line, name in zip(lines, algorithms(verb), strict=False):
         assert line.split() == [name, *find(verb, name).description.split("\n")[0].split()]
@@ -68,21 +68,21 @@ def test_lists_the_algorithms_of_a_verb(verb: str) -> None:
     assert [item["name"] for item in listed] == list(algorithms(verb))
 
 
-def test_draws_a_program() -> None:
+def test_a_program_is_drawn() -> None:
     text = show("broadcast", "--algorithm", "chain", "--ranks", "3", "--root", "1", "--segments", "2")
     programs = [program("broadcast", "chain", rank, 3, root=1, segments=2) for rank in range(3)]
     assert text == f"{find('broadcast', 'chain').description}\n\n{render(programs)}"
     assert "Source: Sanders, Speck & Träff 2009" in text
 
 
-def test_a_program_as_json() -> None:
+def test_a_program_is_printed_as_json() -> None:
     first, second = json.loads(show("all_gather", "--algorithm", "ring", "--ranks", "2", "--json"))
     assert (first["rank"], first["size"], first["regions"]) == (0, 2, [2])
     assert first["rounds"][0]["sends"] == [{"peer": 1, "span": {"start": 0, "stop": 1}}]
     assert second["rounds"][0]["recvs"] == [{"peer": 0, "span": {"start": 0, "stop": 1}, "reduce": False}]
 
 
-def test_predictions_are_the_model_s() -> None:
+def test_predictions_come_from_the_model() -> None:
     data = json.loads(
         show("all_reduce", "--predict", "--nodes", "4", "--ranks-per-node", "2", "--bytes", "1M", "--json")
     )
@@ -96,7 +96,7 @@ def test_predictions_are_the_model_s() -> None:
 
 
 @pytest.mark.parametrize("verb", verbs())
-def test_sixteen_thousand_ranks(verb: str) -> None:
+def test_sixteen_thousand_ranks_are_predicted(verb: str) -> None:
     lines = show(verb, "--predict", "--nodes", "2048", "--ranks-per-node", "8").splitlines()
     assert lines[0].startswith(f"{verb}, predicted for 2048 x 8 = 16384 ranks")
     header = next(line for line in lines if line.startswith("bytes"))
@@ -164,11 +164,11 @@ def test_every_number_of_the_machine_can_be_given() -> None:
         ((), "Missing argument"),
     ],
 )
-def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_options_are_errors(arguments: tuple[str, ...], message: str) -> None:
     assert message in refused(*arguments)
 
 
-def test_needs_no_mpi() -> None:
+def test_show_needs_no_mpi() -> None:
     code = """
 import sys
 from commlib.cli import main
@@ -190,7 +190,7 @@ print(*({"mpi4py", "numpy", "numba"} & set(sys.modules)), file=sys.stderr)
 @pytest.mark.parametrize(
     ("text", "value"), [("0", 0), ("4096", 4096), ("4K", 4096), ("4k", 4096), ("64M", 64 << 20), ("1G", 1 << 30)]
 )
-def test_sizes(text: str, value: int) -> None:
+def test_sizes_are_parsed(text: str, value: int) -> None:
     assert parse_bytes(text) == value
     assert parse_bytes(bytes_text(value)) == value
 
@@ -200,7 +200,7 @@ def test_sizes_are_written_exactly() -> None:
     assert {value: bytes_text(value) for value in written} == written
 
 
-def test_seconds() -> None:
+def test_seconds_are_formatted() -> None:
     values: dict[float, Any] = {
         0: "0.00 us",
         1.234e-6: "1.23 us",
@@ -212,5 +212,5 @@ def test_seconds() -> None:
     assert {value: seconds_text(value) for value in values} == values
 
 
-def test_columns() -> None:
+def test_columns_are_aligned() -> None:
     assert columns([["a", "b"], ["long", "7"]]) == "a     b\nlong  7"

@@ -1,4 +1,4 @@
-"""`commlib show mesh`: pictures, data, and what it says about wrong options.
+"""`commlib show mesh`: pictures, data, and errors for wrong options.
 
 To accept new pictures: COMMLIB_GOLDEN=write python -m pytest tests/unit/cli/test_show_mesh.py, then read the diff.
 """
@@ -28,7 +28,7 @@ def show(*arguments: str, columns: str = "") -> str:
 
 
 @pytest.mark.parametrize("columns", ["", "60"])
-def test_golden(columns: str) -> None:
+def test_output_matches_the_golden_file(columns: str) -> None:
     file = GOLDEN / f"show_mesh{f'_{columns}_columns' * bool(columns)}.txt"
     got = show(*CLUSTER, columns=columns)
     if os.environ.get("COMMLIB_GOLDEN") == "write":
@@ -36,13 +36,13 @@ def test_golden(columns: str) -> None:
     assert got == file.read_text(encoding="utf-8")
 
 
-def test_is_the_picture_of_the_shape() -> None:
+def test_output_is_the_picture_of_the_shape() -> None:
     mesh = MeshShape.of({"pp": 2, "dp": 4, "tp": 2}, 16)
     assert show(*CLUSTER) == mesh.picture(ranks_per_node=8)
-    assert show("--axes", "pp=2, dp=4, tp=2") == mesh.picture()  # as many ranks as the sizes ask for
+    assert show("--axes", "pp=2, dp=4, tp=2") == mesh.picture()  # the number of ranks follows from the sizes
 
 
-def test_a_refactoring() -> None:
+def test_a_refactoring_is_drawn() -> None:
     mesh = MeshShape.of({"dp": 8, "tp": 2}, 16)
     once = ("--refactor", "dp:edp=-1,ep=2")
     assert show("--axes", "dp=8,tp=2", *once) == mesh.refactor({"dp": {"edp": 4, "ep": 2}}).picture()
@@ -50,14 +50,14 @@ def test_a_refactoring() -> None:
     assert show("--axes", "dp=8,tp=2", *once, "--refactor", "dp,tp:a=-1") == twice.picture()
 
 
-def test_json() -> None:
+def test_a_mesh_is_printed_as_json() -> None:
     data = json.loads(show("--axes", "dp=2,tp=2", "--refactor", "dp:a=2,b=1", "--json"))
     assert (data["ranks"], data["order"]) == (4, ["a", "b", "tp"])
     assert {axis["name"]: axis["size"] for axis in data["axes"]} == {"a": 2, "b": 1, "tp": 2, "dp": 2}
     assert data["axes"][-1]["groups"] == [[0, 2], [1, 3]]
 
 
-def test_a_hundred_thousand_ranks() -> None:
+def test_a_hundred_thousand_ranks_are_drawn() -> None:
     text = show("--axes", "pp=16,dp=-1,tp=8", "--ranks", "131072", "--ranks-per-node", "8")
     assert "Mesh(pp=16, dp=1024, tp=8): 131072 ranks, 16384 nodes of 8" in text
     assert len(text.splitlines()) < 20
@@ -80,13 +80,13 @@ def test_a_hundred_thousand_ranks() -> None:
         (("--axes", "dp=4", "--nodes", "2"), "--nodes is not for mesh"),
     ],
 )
-def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_options_are_errors(arguments: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["show", "mesh", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_needs_neither_numpy_nor_mpi() -> None:
+def test_show_mesh_needs_neither_numpy_nor_mpi() -> None:
     code = """
 import sys
 from commlib.cli import main

@@ -1,4 +1,4 @@
-"""`commlib show pipeline`: lists, pictures, files, and what it says about wrong options."""
+"""`commlib show pipeline`: lists, pictures, files, and errors for wrong options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refused(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_golden(name: str) -> None:
+def test_output_matches_the_golden_file(name: str) -> None:
     """To accept new texts: COMMLIB_GOLDEN=write python -m pytest this file, then read the diff."""
     file = GOLDEN / f"{name}.txt"
     got = show(*CALLS[name])
@@ -50,7 +50,7 @@ def test_golden(name: str) -> None:
     assert max(map(len, got.splitlines())) <= 100
 
 
-def test_json() -> None:
+def test_a_schedule_is_printed_as_json() -> None:
     listed = json.loads(show("--json"))
     assert [item["name"] for item in listed] == list(table)
     one = json.loads(show("--schedule", "gpipe", "--ranks", "2", "--microbatches", "3", "--json"))
@@ -58,14 +58,14 @@ def test_json() -> None:
     assert [step["action"] for step in one["programs"][1]][:4] == ["1RECV_F0", "1F0", "1RECV_F1", "1F1"]
 
 
-def test_csv_there_and_back(tmp_path: Path) -> None:
+def test_csv_can_be_read_again(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text(show("--schedule", "zb_v", "--ranks", "3", "--microbatches", "5", "--csv"))
     assert read(file.read_text(), "zb_v") == make("zb_v", 3, 5)
     assert show("--schedule", str(file)).startswith("mine, 3 ranks, 6 stages, 5 microbatches: ")
 
 
-def test_svg(tmp_path: Path) -> None:
+def test_a_schedule_is_drawn_as_svg(tmp_path: Path) -> None:
     for name in table:
         file = tmp_path / f"{name}.svg"
         assert show("--schedule", name, "--ranks", "2", "--svg", str(file)).startswith("wrote ")
@@ -81,24 +81,24 @@ def texts(file: Path) -> list[str]:
     return [text.text or "" for text in ET.parse(file).getroot().iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_the_svg_has_a_time_axis_and_a_legend_of_what_occurs(tmp_path: Path) -> None:
+def test_the_svg_has_a_time_axis_and_a_legend(tmp_path: Path) -> None:
     """Boxes had three colours that nothing explained, and no time."""
     file = tmp_path / "picture.svg"
     show("--schedule", "zb_h1", "--ranks", "3", "--microbatches", "4", "--svg", str(file))
-    found = texts(file)
-    at = found.index("time")
-    assert found[at:] == [
+    labels = texts(file)
+    at = labels.index("time")
+    assert labels[at:] == [
         *("time", "0", "2", "4", "6", "8", "10", "12", "14"),
         *("F3: forward of microbatch 3", "I3: gradients of its inputs", "W3: of the weights", "idle"),
         "time in forwards",
     ]
     show("--schedule", "gpipe", "--ranks", "2", "--costs", "0.01,0.02,0", "--svg", str(file))
-    found = texts(file)
-    assert {"0", "0.05", "0.1", "B3: its backward", "time in units of the costs"} <= {*found}
-    assert not [text for text in found if text.startswith(("I3", "W3"))]
+    labels = texts(file)
+    assert {"0", "0.05", "0.1", "B3: its backward", "time in units of the costs"} <= {*labels}
+    assert not [text for text in labels if text.startswith(("I3", "W3"))]
 
 
-def test_the_text_has_a_time_axis_and_a_legend_wherever_it_goes() -> None:
+def test_the_text_has_a_time_axis_and_a_legend() -> None:
     call = ("--schedule", "1f1b", "--ranks", "2", "--microbatches", "3")
     result = CliRunner().invoke(app, ["show", "pipeline", *call], env={"COLUMNS": ""})
     lines = result.output.splitlines()
@@ -111,7 +111,7 @@ def test_the_text_has_a_time_axis_and_a_legend_wherever_it_goes() -> None:
     ).output  # fmt: skip
 
 
-def test_the_axis_goes_on_where_rows_are_broken() -> None:
+def test_the_axis_continues_where_rows_wrap() -> None:
     rows = [line for line in show("--schedule", "1f1b", "--no-legend", columns=60).splitlines() if "time " in line[:5]]
     assert rows == [
         "time   │ 0              5              10             15",
@@ -134,7 +134,7 @@ def test_the_axis_goes_on_where_rows_are_broken() -> None:
         (("mesh", "--axes", "pp=2", "--microbatches", "2"), "--microbatches is for pipeline"),
     ],
 )
-def test_what_is_refused(arguments: tuple[str, ...], expected: str) -> None:
+def test_wrong_options_are_refused(arguments: tuple[str, ...], expected: str) -> None:
     assert expected in refused(*arguments)
 
 

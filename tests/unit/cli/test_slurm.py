@@ -1,4 +1,4 @@
-"""`commlib slurm`: scripts, files, and what it says about wrong options. Slurm itself is real in tests/slurm."""
+"""`commlib slurm`: scripts, files, and errors for wrong options. tests/slurm has a real Slurm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stand_in(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty working folder, a library without loading one, and no Slurm."""
+    """An empty working folder, a stand-in for the MPI library, and no Slurm."""
     monkeypatch.setattr(mpi_start, "find_library", lambda: ("Open MPI v5.0.11", "/lib/libmpi.so.40"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
@@ -47,7 +47,7 @@ def test_there_is_a_flag_for_each_option() -> None:
     assert {item.name for item in fields(Job)} - {"output"} <= flags
 
 
-def test_it_prints_a_script(place: Path) -> None:
+def test_a_script_is_printed(place: Path) -> None:
     text = slurm("run", "-N", "2", "--ntasks-per-node", "4", "--", "python", "train.py", "--nodes", "x")
     assert text.startswith("#!/bin/bash\n") and "#SBATCH --nodes=2\n" in text
     assert text.endswith("srun --mpi=pmix --kill-on-bad-exit=1 \\\n    python train.py --nodes x\n")
@@ -55,27 +55,27 @@ def test_it_prints_a_script(place: Path) -> None:
     assert sorted(path.name for path in place.iterdir()) == ["bin"]
 
 
-def test_options_end_with_the_first_word_of_the_command() -> None:
+def test_options_end_at_the_command() -> None:
     assert slurm("run", "-N", "2", "train", "-N", "3").endswith("    train -N 3\n")
 
 
-def test_it_writes_a_script(place: Path) -> None:
+def test_a_script_is_written(place: Path) -> None:
     assert slurm("run", "--script", "job.sh", "--folder", "out", "--array", "0-1", "--", "true") == ""
     assert "#SBATCH --output=out/%A_%a.out\n" in (place / "job.sh").read_text()
-    assert (place / "out").is_dir()  # Slurm does not make it, and the job would fail without a word
+    assert (place / "out").is_dir()  # Slurm does not create it, and the job would fail without a message
 
 
 @pytest.mark.parametrize(
     ("library", "mpi"), [("Open MPI v5", "pmix"), ("MPICH 5", "pmi2"), ("Intel(R) MPI 21", "pmi2")]
 )
-def test_mpi_is_that_of_this_python(monkeypatch: pytest.MonkeyPatch, library: str, mpi: str) -> None:
+def test_mpi_follows_the_library_of_this_python(monkeypatch: pytest.MonkeyPatch, library: str, mpi: str) -> None:
     monkeypatch.setattr(mpi_start, "find_library", lambda: (library, ""))
     assert f"\nsrun --mpi={mpi} " in slurm("run", "true")
     assert "\nmpirun " in slurm("run", "--mpi", "mpirun", "true")
 
 
-def test_a_wheel_of_open_mpi_is_told_where_its_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under srun it had no texts of its errors: mpirun tells it where they are."""
+def test_a_wheel_of_open_mpi_gets_the_path_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under srun its error texts were missing: mpirun sets their path."""
     monkeypatch.setattr(mpi_start, "find_library", lambda: ("Open MPI v5", f"{sys.prefix}/lib/libmpi.so.40"))
     assert f"\nexport OPAL_PREFIX={sys.prefix}\n" in slurm("run", "true")
     assert "\nexport OPAL_PREFIX=/there\n" in slurm("run", "--env", "OPAL_PREFIX=/there", "true")
@@ -83,7 +83,7 @@ def test_a_wheel_of_open_mpi_is_told_where_its_files_are(monkeypatch: pytest.Mon
         assert "OPAL_PREFIX" not in slurm("run", *options, "true")
 
 
-def test_no_mpi_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_mpi_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> tuple[str, str]:
         raise TransportError("mpi4py cannot load an MPI library")
 
@@ -136,13 +136,13 @@ def test_wrong_options_are_named(arguments: list[str], expected: str) -> None:
         (["sweep", "a.toml", "-o", "b.jsonl"], "sweep a.toml -o b.jsonl"),
     ],
 )
-def test_a_benchmark_has_a_place_for_its_results(arguments: list[str], expected: str) -> None:
+def test_a_benchmark_has_a_folder_for_its_results(arguments: list[str], expected: str) -> None:
     text = slurm("bench", "--folder", "there", "--", *arguments)
     assert text.endswith(f"    python -m commlib bench {expected}\n")
     assert "--job-name=commlib-bench\n" in text
 
 
-def test_the_results_of_an_array_stand_in_one_folder() -> None:
+def test_the_results_of_an_array_are_in_one_folder() -> None:
     text = slurm("bench", "--array", "0-1", "--folder", "there", "--", "barrier")
     assert text.endswith(' --out "there/$SLURM_ARRAY_JOB_ID"\n')
 
@@ -150,7 +150,7 @@ def test_the_results_of_an_array_stand_in_one_folder() -> None:
 STATE = "JobId=12 JobState={} Reason=None ExitCode={} RunTime=00:00:03 NodeList=h0 Restarts=0"
 
 
-def test_a_submitted_job_is_waited_for_and_collected(place: Path) -> None:
+def test_a_submitted_job_is_awaited_and_collected(place: Path) -> None:
     stand_in(
         place / "bin",
         "sbatch",
@@ -169,8 +169,12 @@ def test_a_submitted_job_is_waited_for_and_collected(place: Path) -> None:
     ]
     folder = place / "slurm-jobs"
     assert (folder / "12.sh").read_text() == (folder / "12/text").read_text()
-    found = json.loads((folder / "12.json").read_text())
-    assert (found["exit_code"], found["results"], found["tasks"][0]["state"]) == (5, ["slurm-jobs/12/text"], "FAILED")
+    record = json.loads((folder / "12.json").read_text())
+    assert (record["exit_code"], record["results"], record["tasks"][0]["state"]) == (
+        5,
+        ["slurm-jobs/12/text"],
+        "FAILED",
+    )
     assert "exit code 5" in slurm("wait", "12", code=5)
 
 
@@ -186,8 +190,8 @@ def test_an_interrupt_leaves_the_job_running(place: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(client, "wait_for_job", interrupted)
     (place / "my jobs").mkdir()
-    told = "job 12 continues: `commlib slurm wait 12 --folder 'my jobs'` waits for it, `scancel 12` ends it\n"
-    assert slurm("wait", "12", "--folder", "my jobs", code=130) == told
+    message = "job 12 continues: `commlib slurm wait 12 --folder 'my jobs'` waits for it, `scancel 12` ends it\n"
+    assert slurm("wait", "12", "--folder", "my jobs", code=130) == message
 
 
 def test_one_process_of_a_launcher_submits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +202,12 @@ def test_one_process_of_a_launcher_submits(place: Path, monkeypatch: pytest.Monk
     assert slurm("run", "true").startswith("#!/bin/bash")
 
 
-def test_submitting_alone_says_the_number(place: Path) -> None:
+def test_submitting_alone_prints_the_number(place: Path) -> None:
     stand_in(place / "bin", "sbatch", "cat > /dev/null; echo 12")
     assert slurm("run", "--submit", "--folder", "there", "true") == "12\n"
     assert (place / "there/12.sh").exists()
 
 
-def test_a_refused_job(place: Path) -> None:
+def test_a_refused_job_is_an_error(place: Path) -> None:
     stand_in(place / "bin", "sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     assert slurm("run", "--submit", "true", code=1) == "commlib slurm: sbatch refuses the job: invalid partition\n"

@@ -1,4 +1,4 @@
-"""`commlib tune` names at its end the sizes that it had no time for."""
+"""`commlib tune` ends with the sizes that it had no time to measure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from commlib.tune.measure import SIZES
 
 
 def table(*reached: tuple[str, int, int, int]) -> Table:
-    """What was measured: verb, nodes, ranks per node, and up to which size."""
+    """Return a table measured up to the given sizes: verb, nodes, ranks per node, largest size."""
     entries = (
         Entry(v, n, r, "Some MPI", "any", (MeasuredTime(2 * size, "ring", 0, 1e-5),)) for v, n, r, size in reached
     )
     return Table(tuple(entries), (FittedMachine("Some MPI", LinkCost(1e-6, 1e-10), None, 1e-10),))
 
 
-def test_sizes_for_which_there_was_no_time_are_named() -> None:
+def test_unmeasured_sizes_are_named() -> None:
     text = summary(table(("all_reduce", 1, 2, 1 << 20), ("all_gather", 1, 2, 1 << 16), ("all_reduce", 4, 1, 1024)))
     assert text.split("\n\n")[-1].splitlines() == [
         "among the 2 ranks of a node: no time for all beyond 64K",
@@ -27,13 +27,13 @@ def test_sizes_for_which_there_was_no_time_are_named() -> None:
     ]
 
 
-def test_nothing_is_said_of_a_complete_table() -> None:
-    """One rail among several carries small data only: it is measured with no more."""
+def test_a_complete_table_gives_no_notice() -> None:
+    """One rail among several carries small data only, and is measured with small data only."""
     whole = [("all_reduce", 1, 2, SIZES[-1]), ("all_reduce", 4, 1, RAIL_BYTES), ("all_reduce", 4, 2, SIZES[-1])]
     assert "no time" not in summary(table(*whole))
 
 
-def test_ways_of_devices_have_a_table_of_their_own() -> None:
+def test_device_paths_have_their_own_table() -> None:
     times = (
         MeasuredTime(2048, "nccl", 0, 1e-5),
         MeasuredTime(2048, "host", 0, 3e-4),
@@ -48,7 +48,7 @@ def test_ways_of_devices_have_a_table_of_their_own() -> None:
     assert "no time" not in text
 
 
-def test_ways_that_had_no_time_keep_their_order() -> None:
+def test_unmeasured_device_paths_keep_their_order() -> None:
     entry = Entry("all_reduce", 1, 4, "Some MPI", "any", (MeasuredTime(2048, "node", 0, 1e-5),), "cuda")
     assert summary(Table((entry,))).split("\n\n")[-1].splitlines() == [
         "arrays on cuda, among the 4 ranks of a node: no time for all beyond 1K",

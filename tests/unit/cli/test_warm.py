@@ -1,4 +1,4 @@
-"""`commlib warm` compiles what jobs call, and says for which CPU and where."""
+"""`commlib warm` compiles the kernels that jobs call, and prints the CPU and the folder."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
-def kept() -> set[str]:
-    """The names of all kernels that are compiled ahead; they are by now."""
+def cached() -> set[str]:
+    """The names of all kernels that are compiled ahead, once they are."""
     return {task.compile() for task in precompile.tasks()}
 
 
-def test_all_are_kept(kept: set[str]) -> None:
+def test_all_kernels_are_cached(cached: set[str]) -> None:
     folder = precompile.folder()
     assert folder is not None
-    assert [name for name in kept if not (folder / name).is_file()] == []
-    assert len(kept) > 150
+    assert [name for name in cached if not (folder / name).is_file()] == []
+    assert len(cached) > 150
 
 
 WORK = """
@@ -48,17 +48,17 @@ print(*sorted(asked))
 """
 
 
-def test_what_jobs_ask_for_was_compiled_ahead(kept: set[str]) -> None:
-    """Whoever adds a kernel of arrays adds their types to `commlib.kernels.precompile`."""
+def test_kernels_of_jobs_are_compiled_ahead(cached: set[str]) -> None:
+    """A new kernel of arrays needs its types in `commlib.kernels.precompile`."""
     done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    asked = set(done.stdout.split())
-    assert len(asked) > 80
-    assert sorted(asked - kept) == []
+    requested = set(done.stdout.split())
+    assert len(requested) > 80
+    assert sorted(requested - cached) == []
 
 
 def test_a_kernel_of_arrays_has_types_or_is_called_by_another_one() -> None:
-    """A name in the table that is no kernel's any more would be compiled no more."""
+    """A name in the table without a kernel would be compiled no more."""
     names = {name for name, _ in precompile.dispatchers()}
     assert set(precompile.ARRAYS) <= names
     assert {task.name.split()[0] for task in precompile.tasks()} >= set(precompile.ARRAYS)
@@ -66,15 +66,15 @@ def test_a_kernel_of_arrays_has_types_or_is_called_by_another_one() -> None:
     assert len(set(few)) == len(few) < len(list(precompile.tasks()))
 
 
-def test_a_cpu_that_is_none_is_refused() -> None:
-    """LLVM says so to nobody, and compiles for another one."""
+def test_an_unknown_cpu_is_refused() -> None:
+    """LLVM reports no error, and compiles for another CPU."""
     done = run("--cpu", "pentium-9000")
     assert done.returncode == 2 and not done.stdout
     assert "LLVM cannot compile for the CPU 'pentium-9000'" in done.stderr and "x86-64-v3" in done.stderr
     assert warm.refusal("generic") == ""
 
 
-def test_what_is_there_is_left(kept: set[str]) -> None:
+def test_existing_kernels_are_not_compiled_again(cached: set[str]) -> None:
     done = run("--all", "--jobs", "1")
     assert done.returncode == 0, done.stderr
     assert f"kernels for {cpu_name()} in {precompile.folder()}: 0 compiled now" in done.stdout
@@ -97,7 +97,7 @@ main()
 """
 
 
-def test_where_nothing_can_be_kept_that_is_the_exit_code(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_sets_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     nowhere = str(tmp_path / "file")
     done = subprocess.run([sys.executable, "-c", NOWHERE, nowhere], capture_output=True, text=True, timeout=60)
@@ -106,7 +106,7 @@ def test_where_nothing_can_be_kept_that_is_the_exit_code(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_another_cpu_and_what_a_job_needs_to_find_it(tmp_path: Path) -> None:
+def test_kernels_for_another_cpu_can_be_loaded_by_a_job(tmp_path: Path) -> None:
     faulthandler.cancel_dump_traceback_later()  # pytest's limit for a test: all kernels take longer on a busy machine
     home = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
     done = run("--cpu", "x86-64-v2", **home)
@@ -125,5 +125,5 @@ def test_another_cpu_and_what_a_job_needs_to_find_it(tmp_path: Path) -> None:
     assert set(os.listdir(folder)) == before
 
 
-def test_the_folder_is_the_caches() -> None:
+def test_warm_uses_the_folder_of_the_cache() -> None:
     assert precompile.folder() == cache.folder()

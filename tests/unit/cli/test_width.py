@@ -1,4 +1,4 @@
-"""`commlib show` on a terminal: as wide as that, and with a legend."""
+"""`commlib show` on a terminal: as wide as the terminal, and with a legend."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def show(*arguments: str, columns: int | None = 80) -> str:
 
 
 @pytest.mark.parametrize("name", GOLDEN_CALLS)
-def test_golden(name: str) -> None:
+def test_output_matches_the_golden_file(name: str) -> None:
     """To accept new texts: COMMLIB_GOLDEN=write python -m pytest tests/unit/cli/test_width.py, then read the diff."""
     file = GOLDEN / f"{name}.txt"
     got = show(*GOLDEN_CALLS[name], columns=int(name.split("_")[-2]))
@@ -42,7 +42,7 @@ def test_golden(name: str) -> None:
 
 @pytest.mark.parametrize("verb", verbs())
 @pytest.mark.parametrize("wide", [40, 80, 132])
-def test_predictions_fit_and_nothing_is_lost(verb: str, wide: int) -> None:
+def test_predictions_fit_without_loss(verb: str, wide: int) -> None:
     """They were 224 columns wide on every terminal."""
     arguments = (verb, "--predict", "--nodes", "2048", "--ranks-per-node", "8")
     text, whole = show(*arguments, columns=wide), show(*arguments, columns=None)
@@ -62,11 +62,11 @@ def test_pictures_fit_and_have_a_legend(verb: str) -> None:
             assert (sign in picture) == (word in last), (algorithm, sign)
 
 
-def test_a_legend_can_be_asked_for_and_refused() -> None:
+def test_a_legend_can_be_switched_on_and_off() -> None:
     call = ("all_gather", "--algorithm", "ring", "--ranks", "2")
     with_it = show(*call, "--legend", columns=None)
     assert "←2:5" in with_it and "combines" not in with_it
-    assert "sends chunks" not in show(*call, columns=None)  # what goes into a file is the picture alone
+    assert "sends chunks" not in show(*call, columns=None)  # a file gets the picture alone
     assert "sends chunks" not in show(*call, "--no-legend")
 
 
@@ -76,7 +76,7 @@ def test_every_sign_is_explained_once() -> None:
     assert [line.split("  ")[0] for line in lines] == ["chunk", "0-2 | 3-5", "step", "→1:0-3", "←2:5", "4⇒8"]
 
 
-def test_folding_keeps_what_fits_and_loses_nothing() -> None:
+def test_folding_loses_no_column() -> None:
     picture = render([program("all_reduce", "ring", rank, 5) for rank in range(5)])
     assert fold(picture, None) == fold(picture, 500) == picture.rstrip("\n")
     text = fold(picture, 50)
@@ -84,7 +84,7 @@ def test_folding_keeps_what_fits_and_loses_nothing() -> None:
     assert sorted(set(text.split())) == sorted(set(picture.split()))
 
 
-def test_one_column_stands_alone_however_wide() -> None:
+def test_a_wide_column_is_not_folded() -> None:
     assert columns([["a", "long", "longer"], ["b", "1", "2"]], width=3) == "a  long\nb     1\n\na  longer\nb       2"
     assert wrap("one two", None) == "one two"
     assert wrap("name  a few words", 12, indent=6) == "name  a few\n      words"
@@ -98,7 +98,7 @@ class Terminal(io.StringIO):
         return 1
 
 
-def test_the_width_is_that_of_columns_or_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_comes_from_columns_or_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("sys.stdout", io.StringIO())
     assert reader_width() is None

@@ -11,7 +11,7 @@ from tests.late import LATE
 
 @pytest.fixture
 def no_races() -> Iterator[None]:
-    """Fail a test in which something was read before it was there, or written while it was read."""
+    """Fail a test with a read of data before its arrival, or a write during a read."""
     races = LATE.races
     yield
     assert LATE.races == races

@@ -25,19 +25,19 @@ def strided(dtype, seed):
 
 @LAYOUTS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
-def test_non_contiguous_arrays_in_and_out(nodes, dtype):
+def test_non_contiguous_arrays_are_read_and_written(nodes, dtype):
     def check(comm):
         inputs = [strided(dtype, seed)[0] for seed in range(SIZE)]
         x, _ = strided(dtype, comm.rank)
         out, around = strided(dtype, 9)
-        kept = around.copy()
+        original = around.copy()
         expected = combined(inputs, "sum")
         assert comm.all_reduce(x, out=out) is out
         assert_same(np.array(out), expected)
         assert_same(x, inputs[comm.rank])
         out[...] = 0
-        kept[::2, 1:9:2, ::-1] = 0
-        assert_same(around, kept)  # nothing beside it was written
+        original[::2, 1:9:2, ::-1] = 0
+        assert_same(around, original)  # nothing around it was written
         assert comm.all_reduce(x, out=x) is x
         assert_same(x, expected)
         received, _ = strided(dtype, comm.rank)
@@ -56,7 +56,7 @@ def test_non_contiguous_arrays_in_and_out(nodes, dtype):
 
 
 @pytest.mark.parametrize("nodes, width", [([0, 0, 0], 50), ([0, 0, 1], 51)], ids=["one node", "two nodes"])
-def test_staging_is_said_once_at_debug_level(nodes, width, caplog):
+def test_staging_is_logged_once_at_debug_level(nodes, width, caplog):
     """Once for each kind of call in a process: a training loop makes it thousands of times. (All ranks are here.)"""
 
     def check(comm):
@@ -78,7 +78,7 @@ def test_staging_is_said_once_at_debug_level(nodes, width, caplog):
 @LAYOUTS
 @pytest.mark.parametrize("length", [20, 5000])
 @pytest.mark.parametrize("shift", [1, -1, 7])
-def test_overlapping_x_and_out(nodes, length, shift):
+def test_x_and_out_may_overlap(nodes, length, shift):
     def check(comm):
         memory = values("int32", length + 16, comm.rank)
         inputs = [values("int32", length + 16, rank)[8 : 8 + length] for rank in range(SIZE)]
@@ -90,7 +90,7 @@ def test_overlapping_x_and_out(nodes, length, shift):
 
 
 @LAYOUTS
-def test_gathering_into_the_memory_that_x_lies_in(nodes):
+def test_x_may_be_part_of_the_gathered_result(nodes):
     def check(comm):
         expected = np.concatenate([values("int32", 4, rank) for rank in range(SIZE)])
         for place in range(SIZE):  # place == rank is MPI's in-place; elsewhere, x is overwritten
@@ -129,14 +129,14 @@ def test_read_only_results_are_refused(nodes, verb):
         out.flags.writeable = False
         with pytest.raises(UsageError, match=rf"{verb.split()[0].removeprefix('plan_')}.*read-only.*writable"):
             WRITING[verb](comm, out)
-        comm.barrier()  # nothing was sent: the group goes on
+        comm.barrier()  # nothing was sent: the group stays usable
 
     run(SIZE, check, nodes=nodes, config=CONFIG)
 
 
 @LAYOUTS
-def test_an_array_that_became_read_only_is_refused(nodes):
-    """The second call on the same array takes a short cut, which once did not look."""
+def test_an_array_made_read_only_later_is_refused(nodes):
+    """The second call on the same array takes a short cut, which once did not check."""
 
     def check(comm):
         x = np.ones(6)
@@ -150,8 +150,8 @@ def test_an_array_that_became_read_only_is_refused(nodes):
 
 
 @LAYOUTS
-def test_an_array_that_was_changed_since_its_last_call(nodes):
-    """The short cut knows an array by its identity: another array, dtype, operation or length is another call."""
+def test_an_array_may_change_between_calls(nodes):
+    """The short cut identifies an array by its id: another array, dtype, operation or length is another call."""
 
     def check(comm):
         for length in range(1, 30):
@@ -185,8 +185,8 @@ def test_results_of_the_wrong_shape_or_dtype_are_refused(nodes, verb, out):
 
 @LAYOUTS
 @pytest.mark.parametrize("shape", [(3,), (2, 1)])
-def test_scatter_into_a_wrong_result_hangs_nobody(nodes, shape):
-    """Only the root knows the shape, so this is found out after the ranks have met."""
+def test_scatter_into_a_wrong_result_does_not_hang(nodes, shape):
+    """Only the root has the shape, so the error is detected after the ranks have synchronised."""
 
     def check(comm):
         x = np.arange(2.0 * SIZE) if comm.rank == 0 else None
@@ -244,7 +244,7 @@ def test_a_plan_needs_contiguous_memory(nodes):
 
 
 @LAYOUTS
-def test_verbs_that_split_dimension_0_refuse_what_they_cannot_split(nodes):
+def test_an_indivisible_dimension_0_is_refused(nodes):
     def check(comm):
         for verb in (comm.reduce_scatter, comm.all_to_all, comm.all_gather_v):
             with pytest.raises(UsageError, match=r"x is 0-dimensional.*reshape it to \(1,\)"):
@@ -263,7 +263,7 @@ def test_verbs_that_split_dimension_0_refuse_what_they_cannot_split(nodes):
 
 @LAYOUTS
 @pytest.mark.parametrize("root", [-1, SIZE])
-def test_roots_and_peers_that_do_not_exist_are_refused(nodes, root):
+def test_missing_roots_and_peers_are_refused(nodes, root):
     def check(comm):
         x = np.ones(3)
         for call in (comm.broadcast, comm.gather, comm.scatter, comm.reduce_root, comm.broadcast_object):

@@ -1,4 +1,4 @@
-"""Means of 64-bit integers whose sum does not fit, by every verb, on every way. They wrapped around without a word."""
+"""Means of 64-bit integers whose sum does not fit, by every verb, on every way. They wrapped around silently."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def check_all(comm, dtype, count):
 @pytest.mark.parametrize("count", [8, 4000])
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_verbs(cluster, dtype, count, monkeypatch):
+def test_verbs_give_exact_means(cluster, dtype, count, monkeypatch):
     monkeypatch.setattr(rails, "RAIL_BYTES", 1)
     loopback.run(4, lambda comm: check_all(comm, dtype, count), nodes=CLUSTERS[cluster], config=CONFIG)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
-def test_schedules(dtype):
+def test_schedules_give_exact_means(dtype):
     def check(comm):
         for count in (4, 3000):
             x, mean = values(dtype, comm.rank, count), expected(dtype, comm.size, count)
@@ -68,7 +68,7 @@ def test_schedules(dtype):
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
-def test_arrays_of_a_device(cluster, devices, monkeypatch):
+def test_device_arrays_have_exact_means(cluster, devices, monkeypatch):
     """Their means are taken on the host: a device's kernels add up in 64 bits."""
     monkeypatch.setattr(LATE, "has_signals", True)
 

@@ -1,4 +1,4 @@
-"""Labels: calls for different purposes never match, although all else about them is equal."""
+"""Labels: calls for different purposes never match, even if they are otherwise equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of every verb: bound once, run again and again on what their arrays hold by then."""
+"""Plans of every verb: bound once, run repeatedly on the current contents of their arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _uneven(comm):
     return [rank % 3 for rank in range(comm.size)]
 
 
-# verb -> (the shape of x on a rank, what is passed beside it)
+# verb -> (the shape of x on a rank, the other arguments)
 VERBS = {
     "all_reduce": (lambda comm: (5, 2), lambda comm: ("max",)),
     "reduce": (lambda comm: (3, 2), lambda comm: ("sum", comm.size - 1)),
@@ -42,7 +42,7 @@ VERBS = {
 
 @layouts
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_plan_does_what_its_verb_does(nodes, verb):
+def test_a_plan_matches_its_verb(nodes, verb):
     def check(comm):
         shape, arguments = (make(comm) for make in VERBS[verb])
         x = np.zeros(shape)
@@ -66,7 +66,7 @@ def _flat(result):
 
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1]], ids=["node", "messages"])
-def test_plans_that_were_made_before_anything_ran(nodes):
+def test_plans_may_be_bound_before_the_first_call(nodes):
     """On a group without a board yet, and mixed with calls of the same kind."""
 
     def check(comm):
@@ -84,7 +84,7 @@ def test_plans_that_were_made_before_anything_ran(nodes):
     run(2, check, nodes=nodes, config=Config(timeout=20))
 
 
-def test_what_cannot_be_bound_is_refused():
+def test_unsupported_plans_are_refused():
     def check(comm):
         x = np.zeros((4, 6))
         for call in (

@@ -1,4 +1,4 @@
-"""Ranks that hold different parameters are told so, all of them, with the first difference."""
+"""Different parameters are an error on all ranks, with the first difference."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.unit.data_parallel.fake import FakeComm, FakeWorld
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_agreement(size: int) -> None:
+def test_equal_parameters_pass(size: int) -> None:
     FakeWorld(size).run(lambda comm: check_agreement(comm, "parameters", ["w (2, 3) float32", "b (3,) float32"]))
 
 
@@ -22,7 +22,7 @@ def test_agreement(size: int) -> None:
         (["w (2, 3)", "b (3,)", "v"], r"rank 0 has 2 entries and rank 2 has 3: 'v' is only on rank 2"),
     ],
 )
-def test_every_rank_hears_of_the_first_difference(odd: list[str], message: str) -> None:
+def test_every_rank_raises_the_first_difference(odd: list[str], message: str) -> None:
     def rank(comm: FakeComm) -> None:
         with pytest.raises(MismatchError, match=message):
             check_agreement(comm, "parameters", odd if comm.rank == 2 else ["w (2, 3)", "b (3,)"])
@@ -33,11 +33,11 @@ def test_every_rank_hears_of_the_first_difference(odd: list[str], message: str) 
 _UNNUMBERED, _NUMBERED = ["dense/bias", "dense_1/bias"], ["dense_4/bias", "dense_5/bias"]
 
 
-def test_names_may_be_counted_from_other_numbers() -> None:
-    """As Keras does on a rank that has made other layers before; but they are in the same order, and as far apart."""
+def test_names_may_start_from_other_numbers() -> None:
+    """Keras does this on a rank that has created other layers before; order and differences are the same."""
 
-    def names(first: int, *apart: int) -> list[str]:
-        return [f"sequential/dense_{first + number}/kernel: float32[2]" for number in apart]
+    def names(first: int, *steps: int) -> list[str]:
+        return [f"sequential/dense_{first + number}/kernel: float32[2]" for number in steps]
 
     def rank(comm: FakeComm) -> None:
         check_agreement(comm, "parameters", ["mean"], counted=names(3 * comm.rank, 0, 1))
@@ -48,10 +48,10 @@ def test_names_may_be_counted_from_other_numbers() -> None:
         with pytest.raises(MismatchError, match="'block_1' on rank 0 but 'block_2' on rank 1"):
             check_agreement(comm, "parameters", [f"block_{comm.rank + 1}"])
 
-    with pytest.warns(UserWarning, match="treated as equal") as told:
+    with pytest.warns(UserWarning, match="treated as equal") as notices:
         FakeWorld(2).run(rank)
-    assert len(told) == 2  # rank 0's, of what has passed
+    assert len(notices) == 2  # rank 0's, of names that have passed
 
 
-def test_each_kind_of_name_is_counted_from_its_first() -> None:
+def test_each_kind_of_name_has_its_own_start() -> None:
     assert renumber(["a_7/w_1: float32[3]", "b/w_2", "a_9"]) == ["a_0/w_0: float32_0[3]", "b_0/w_1", "a_2"]

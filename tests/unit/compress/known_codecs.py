@@ -11,7 +11,7 @@ from commlib.dtypes import Array
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """float32 as they are; where `length` varies with the values, without those that are zero at the end."""
+    """float32 unchanged; with a `length` that varies with the values, without zeros at the end."""
 
     align: int = 1
     feedback: bool = False
@@ -38,7 +38,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The next integer below, as int16: whoever sends 0.75 four times without feedback has sent nothing."""
+    """The next integer below, as int16: sending 0.75 four times without feedback sends nothing."""
 
     align: int = 4
     feedback: bool = True

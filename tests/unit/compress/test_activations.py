@@ -1,4 +1,4 @@
-"""Activations sent encoded."""
+"""Activations sent with a codec."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_integers_and_wrong_splits_are_refused():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("codec", [Cast("bfloat16"), Blocks(8, 64), TopK(0.5)], ids=lambda codec: codec.name)
-def test_arrays_of_a_device_arrive_as_those_of_the_host(dtype, codec):
+def test_device_arrays_arrive_as_on_the_host(dtype, codec):
     def both(comm):
         splits = [(comm.rank + peer) % 3 for peer in range(comm.size)]
         x = np.random.default_rng(comm.rank).standard_normal((sum(splits), 9)).astype(NUMPY[dtype])

@@ -1,4 +1,4 @@
-"""compression="auto": what pays is chosen, and it says why."""
+"""compression="auto": chooses compression that pays, and gives the reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COSTS = (0.5e-9, 0.3e-9) * 2  # seconds per element to encode and to decode: bfl
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """Compile here what ranks would be given too little time for."""
+    """Compile kernels here: ranks would have too little time."""
     reduce_function("float64", "max")
     for codec in Auto().codecs:
         measure_cost(codec, Memory(HOST, unwatched))
@@ -39,7 +39,7 @@ def chosen(pace: float, count: int = 1 << 22) -> tuple[str, str]:
     return ("none" if scheme is None else scheme.name), why
 
 
-def test_a_slow_link_gets_the_smallest_payload_and_a_fast_one_none():
+def test_a_slow_link_gets_the_smallest_payload_and_a_fast_link_no_codec():
     name, why = chosen(8e-8)  # 100 Mbit/s
     assert name == "int8"
     assert why.startswith(
@@ -49,7 +49,7 @@ def test_a_slow_link_gets_the_smallest_payload_and_a_fast_one_none():
     assert chosen(1e-11)[0] == "none"
 
 
-def test_gains_that_are_within_the_error_of_the_prediction_are_not_taken():
+def test_gains_within_the_prediction_error_are_ignored():
     # Per element: none 4 * 1.5 * pace, int8 a quarter of that (and 1/64 for scales) and 1.225 ns of work.
     pace = 0.3e-9
     none, int8 = 6 * pace, (1 + 1 / 64) * 1.5 * pace + 1.25 * 0.5e-9 + 2 * 0.3e-9
@@ -58,14 +58,14 @@ def test_gains_that_are_within_the_error_of_the_prediction_are_not_taken():
     assert chosen(1.5 * pace)[0] == "int8"
 
 
-def test_it_measures_between_nodes_and_all_ranks_agree(caplog):
+def test_auto_measures_between_nodes_and_all_ranks_agree(caplog):
     caplog.set_level(logging.INFO, "commlib")
 
     def look(comm):
         compression = GradientCompression(comm, Auto(), count=1 << 20)
         return compression.scheme, compression.why
 
-    results = run(3, look, nodes=[0, 0, 1])  # the second rank of the first node stands on no rail
+    results = run(3, look, nodes=[0, 0, 1])  # the second rank of the first node is on no rail
     assert len({why for _, why in results}) == 1
     assert "between 2 hosts a rank sends" in results[0][1]
     assert f"compression {results[0][1]}" in caplog.messages
@@ -75,15 +75,15 @@ def test_it_measures_between_nodes_and_all_ranks_agree(caplog):
 
 
 @pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
-def test_it_measures_where_the_gradients_are(monkeypatch, devices):
-    """Kernels that take long there make codecs dear, which are cheap on the host; the link is the same."""
+def test_codecs_are_measured_on_the_device_of_the_gradients(monkeypatch, devices):
+    """Slow device kernels make codecs expensive that are cheap on the host; the link is the same."""
     monkeypatch.setattr("commlib.compress.auto.SAMPLE_ON_DEVICE", 1 << 16)
     monkeypatch.setattr("commlib.compress.gradients.measure_link", lambda comm, memory: (1e-3, 1e-8))
     monkeypatch.setattr(LATE, "delay", 0.01)  # 150 ns for an element, that takes 40 ns to be sent
 
     def look(comm):
-        found = [GradientCompression(comm, Auto(), count=1 << 20, device=device) for device in (HOST, LATE)]
-        return [(compression.scheme and compression.scheme.name, compression.why) for compression in found]
+        compressions = [GradientCompression(comm, Auto(), count=1 << 20, device=device) for device in (HOST, LATE)]
+        return [(compression.scheme and compression.scheme.name, compression.why) for compression in compressions]
 
     queued, races = LATE.queued, LATE.races
     results = run(2, look, nodes=[0, 1], devices=devices)
@@ -93,8 +93,8 @@ def test_it_measures_where_the_gradients_are(monkeypatch, devices):
         assert late is None and why.startswith("none: between 2 hosts") and why.endswith(", on late")
 
 
-def test_a_link_is_measured_until_the_sum_is_there(monkeypatch):
-    """Not until the call returns: the copy back to the device is still under way then."""
+def test_a_link_is_measured_until_the_sum_arrives(monkeypatch):
+    """A call may return while the copy back to the device is still under way."""
     monkeypatch.setattr(LATE, "delay", 0.03)
 
     def look(comm):
@@ -112,7 +112,7 @@ def test_a_codec_is_measured_until_it_is_done(monkeypatch):
         assert encode * (1 << 10) >= LATE.delay and decode * (1 << 10) >= LATE.delay
 
 
-def test_on_one_node_it_does_not_even_measure():
+def test_auto_measures_nothing_on_one_node():
     def look(comm):
         compression = GradientCompression(comm, Auto())
         assert compression.scheme is None
@@ -121,7 +121,7 @@ def test_on_one_node_it_does_not_even_measure():
     assert run(2, look) == ["none: all ranks are on one node, whose memory is faster than any codec"] * 2
 
 
-def test_what_is_named_is_taken_as_asked():
+def test_a_named_codec_is_used_unchanged():
     def look(comm):
         compression = GradientCompression(comm, AllToAll(Blocks(8)), within_node=True)
         return compression.scheme, compression.why
@@ -129,12 +129,12 @@ def test_what_is_named_is_taken_as_asked():
     assert run(2, look) == [(AllToAll(Blocks(8)), "int8: as requested")] * 2
 
 
-def test_undecided_it_reduces_nothing():
+def test_an_undecided_auto_reduces_nothing():
     with pytest.raises(UsageError, match="must be decided"):
         run(1, lambda comm: Auto().reducer(comm, []))
 
 
 @pytest.mark.parametrize("auto", [Auto(), Auto((Blocks(4, block=64),))])
-def test_its_name_says_what_it_is(auto):
-    """Ranks that reduce by name, TensorFlow's, could not make it of its name, and refused "auto"."""
+def test_a_name_gives_an_equal_auto(auto):
+    """TensorFlow's ranks reduce by name: they could not construct it from its name, and refused "auto"."""
     assert scheme_of(auto.name) == auto

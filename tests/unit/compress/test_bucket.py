@@ -57,8 +57,8 @@ def test_sums_over_nodes_are_exact_with_an_exact_codec(nodes, op):
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 1, 1], [0, 0, 0, 1]])
-def test_another_array_is_reduced_with_what_is_remembered(nodes):
-    """One rank's bucket may move to memory of its own: sums and residuals are what they would have been."""
+def test_another_array_is_reduced_with_the_same_residuals(nodes):
+    """One rank's bucket may move to memory of its own: sums and residuals do not change."""
 
     def reduce(comm):
         link, ends = SlowLink(comm), []
@@ -80,7 +80,7 @@ def test_another_array_is_reduced_with_what_is_remembered(nodes):
     run(len(nodes), reduce, nodes=nodes)
 
 
-def test_on_one_node_nothing_is_compressed_unless_asked():
+def test_on_one_node_only_an_explicit_codec_compresses():
     def look(comm):
         assert not SlowLink(comm).compresses
         assert SlowLink(comm, within_node=True).compresses
@@ -88,7 +88,7 @@ def test_on_one_node_nothing_is_compressed_unless_asked():
     run(3, look)
 
 
-def test_only_what_leaves_the_node_is_counted():
+def test_only_data_leaving_the_node_is_counted():
     def reduce(comm):
         plan = CompressedBucket(SlowLink(comm), AllToAll(Exact()), bucket(comm), PARTS, FLAGS, "sum", "bucket")
         plan()
@@ -97,11 +97,11 @@ def test_only_what_leaves_the_node_is_counted():
     results = run(4, reduce, nodes=[0, 0, 1, 1])
     assert all(uncompressed == COUNT * 4 // 2 for _, uncompressed in results)
     for node in (results[:2], results[2:]):
-        sent = sum(sent for sent, _ in node)
-        assert FLAGS * 4 <= sent <= FLAGS * 4 + 2 * 2 * (64 + 4)  # two rows in each rail have flags and padding
+        total = sum(total for total, _ in node)
+        assert FLAGS * 4 <= total <= FLAGS * 4 + 2 * 2 * (64 + 4)  # two rows in each rail have flags and padding
 
 
-def test_parameters_that_must_stay_whole_are_not_cut():
+def test_indivisible_parameters_are_not_cut():
     def look(comm):
         link = SlowLink(comm)
         assert link.rails == 2
@@ -111,18 +111,18 @@ def test_parameters_that_must_stay_whole_are_not_cut():
     run(4, look, nodes=[0, 0, 1, 1])
 
 
-def test_pieces_of_a_parameter_say_which():
+def test_pieces_have_the_name_of_their_parameter():
     assert parts_within(PARTS, 2048, FLAGS) == [BucketPart("b[32:700]", 0, (668,)), BucketPart("c", 672, (1,))]
     assert parts_within(PARTS, 0, 2048) == [PARTS[0], BucketPart("b[0:32]", 2016, (32,))]
 
 
-def test_names_of_pieces_are_read_again():
+def test_names_of_pieces_can_be_parsed():
     for part in parts_within([BucketPart("layer[0:1].w", 0, (10,))], 3, 10):
         assert split_piece(part.name) == ("layer[0:1].w", "[3:10]")
     assert split_piece("layer[a].w") == ("layer[a].w", "")
 
 
-def test_what_is_not_finite_does_not_stay_between_parameters():
+def test_nonfinite_padding_is_cleared():
     def reduce(comm):
         array = bucket(comm)
         array[2005] = np.nan  # padding: nobody's value

@@ -18,7 +18,7 @@ ways = pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direc
 
 @ways
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_bits_and_states_are_those_of_the_host(name, devices):
+def test_bits_and_states_match_the_host(name, devices):
     queued, races = LATE.queued, LATE.races
     run(2, lambda comm: check(comm, name), config=CONFIG, devices=devices)
     assert LATE.queued > queued and LATE.races == races
@@ -26,22 +26,22 @@ def test_bits_and_states_are_those_of_the_host(name, devices):
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 1], [0, 1, 0]], ids=lambda nodes: "".join(map(str, nodes)))
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
-def test_across_nodes(nodes, name):
+def test_bits_match_the_host_across_nodes(nodes, name):
     races = LATE.races
     run(len(nodes), lambda comm: check(comm, name, within_node=False), nodes=nodes, config=CONFIG)
     assert LATE.races == races
 
 
 @pytest.mark.parametrize("name", ["int8", "randomk", "powersgd"])
-def test_a_missing_wait_of_the_host_is_seen(name, monkeypatch):
+def test_a_missing_wait_of_the_host_is_detected(name, monkeypatch):
     monkeypatch.setattr(LATE, "delay", 0.004)
     monkeypatch.setattr("commlib.compress.memory.wait_for", lambda event, on_wait: None)
     with pytest.raises(AssertionError):
         run(2, lambda comm: check(comm, name), config=CONFIG)
 
 
-def test_a_reduction_that_does_not_wait_for_the_callers_stream_is_seen(monkeypatch):
-    """The gradients are still on their way when the reduction is called, as after backward."""
+def test_a_missing_wait_for_the_callers_stream_is_detected(monkeypatch):
+    """As after backward, the gradients are still being written when the reduction is called."""
     monkeypatch.setattr(LATE, "delay", 0.004)
     plain = StagingQueue.run
 

@@ -44,7 +44,7 @@ def back(array):
 
 @each
 @pytest.mark.parametrize("count", [0, 1, 999])
-def test_bytes_and_values_are_those_of_the_host(codec, count):
+def test_bytes_and_values_match_the_host(codec, count):
     x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
     payload = np.zeros(codec.payload_bytes(count), np.uint8)
     used = codec.encode(x, payload, seed=5)
@@ -61,7 +61,7 @@ def test_bytes_and_values_are_those_of_the_host(codec, count):
 
 @each
 @pytest.mark.parametrize("in_place", [False, True])
-def test_residuals_are_those_of_the_host(codec, in_place):
+def test_residuals_match_the_host(codec, in_place):
     x, before = np.random.default_rng(1).standard_normal((2, 300)).astype(np.float32)
     there = put(x), put(before), put(np.zeros(codec.payload_bytes(300), np.uint8))
     late_after = there[1] if in_place else put(before)
@@ -73,7 +73,7 @@ def test_residuals_are_those_of_the_host(codec, in_place):
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.fixed], ids=lambda codec: codec.name)
-def test_work_is_queued_where_the_length_is_known(codec, monkeypatch):
+def test_codecs_of_known_length_only_queue_work(codec, monkeypatch):
     monkeypatch.setattr(LATE, "delay", 0.05)
     x, payload = put(np.ones(256, np.float32)), put(np.zeros(codec.payload_bytes(256), np.uint8))
     LATE.synchronise()
@@ -104,7 +104,7 @@ def test_wrong_arrays_are_refused():
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_the_longest_payload_is_that_of_the_kernels(value):
+def test_the_longest_payload_matches_the_kernels(value):
     for count in (0, 1, 254, 255, 256, 70_000, 200_000):
         for k in (0, 1, count // 100, count):
             assert most_bytes(count, k, value) == sparse.max_bytes(count, k, NUMBERS[value])

@@ -1,4 +1,4 @@
-"""Gaps between the parts of a bucket have no influence on them, and are not remembered."""
+"""Gaps between the parts of a bucket have no influence on them, and are not part of the state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_spans_are_counted_from_the_beginning_of_a_piece() -> None:
     assert Gaps([], 0, 3).spans == [(0, 3)]
 
 
-def test_they_are_cleared_on_the_host_and_on_a_device() -> None:
+def test_gaps_are_cleared_on_host_and_device() -> None:
     expected = [1.0] * 5 + [0.0] * 11 + [1.0] * 9 + [0.0] * 7
     values = np.ones(32, np.float32)
     gaps = Gaps(PARTS, 0, 32)
@@ -41,8 +41,8 @@ def test_they_are_cleared_on_the_host_and_on_a_device() -> None:
 
 @pytest.mark.parametrize("name", ["sign", "int8", "topk:ratio=0.2", "qsgd"])
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 1, 1]])
-def test_a_resumed_run_is_the_same_whatever_was_left_in_the_gaps(name: str, nodes: list[int]) -> None:
-    """A sign is never zero: what it left between the parts came back in the next step, and was not in the state."""
+def test_a_resumed_run_does_not_depend_on_gaps(name: str, nodes: list[int]) -> None:
+    """A sign is never zero: its values in the gaps returned in the next step, and were missing from the state."""
 
     def step(plan: Any, array: Any, comm: Communicator, number: int) -> list[float]:
         for part in PARTS:

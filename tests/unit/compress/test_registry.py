@@ -24,7 +24,7 @@ def test_every_name_gives_a_scheme(name):
 
 
 @pytest.mark.parametrize("name", list(CODECS))
-def test_the_name_of_a_codec_gives_the_codec_again(name):
+def test_a_codec_name_gives_an_equal_codec(name):
     codec = codec_of(name)
     assert codec_of(codec.name) == codec
     assert codec_of(codec) is codec
@@ -50,7 +50,7 @@ def test_options_follow_a_colon():
     ],
     ids=lambda scheme: scheme.name,
 )
-def test_the_name_of_a_scheme_gives_the_scheme_again(scheme):
+def test_a_scheme_name_gives_an_equal_scheme(scheme):
     assert scheme_of(scheme.name) == scheme
 
 
@@ -69,6 +69,6 @@ def test_mistakes_are_named(text, message):
         scheme_of(text)
 
 
-def test_what_is_for_gradients_only_is_no_codec():
+def test_schemes_for_gradients_are_not_codecs():
     with pytest.raises(UsageError, match="unknown codec 'powersgd'"):
         codec_of("powersgd")

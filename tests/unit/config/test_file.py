@@ -1,4 +1,4 @@
-"""The file of settings: what may stand in it, what wins over it, and words that help."""
+"""The file of settings: its contents, its precedence, and helpful errors."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def in_config_folder(path: Path) -> dict[str, str]:
     return {"XDG_CONFIG_HOME": str(path.parents[1])}
 
 
-def test_without_a_file_there_are_the_defaults(users_file):
-    found = find_settings(in_config_folder(users_file))
-    assert found.config == Config() and not found.origins
+def test_defaults_apply_without_a_file(users_file):
+    settings = find_settings(in_config_folder(users_file))
+    assert settings.config == Config() and not settings.origins
 
 
-def test_environment_then_file_then_program(users_file):
+def test_the_environment_wins_over_the_file_and_the_file_over_the_program(users_file):
     users_file.write_text("timeout = 7\nslot_kib = 64\nnode_path = false\n")
     environment = in_config_folder(users_file) | {"COMMLIB_TIMEOUT": "9"}
-    found = find_settings(environment, {"COMMLIB_TIMEOUT": "1", "COMMLIB_SLOT_KIB": "2", "COMMLIB_SPINS": "3"})
-    assert found.config == Config(timeout=9.0, slot_kib=64, node_path=False, spins=3)
+    settings = find_settings(environment, {"COMMLIB_TIMEOUT": "1", "COMMLIB_SLOT_KIB": "2", "COMMLIB_SPINS": "3"})
+    assert settings.config == Config(timeout=9.0, slot_kib=64, node_path=False, spins=3)
     in_file = f"file {users_file}"
-    assert found.origins == {"timeout": "environment", "slot_kib": in_file, "node_path": in_file, "spins": "program"}
-    assert type(found.config.timeout) is float
+    assert settings.origins == {"timeout": "environment", "slot_kib": in_file, "node_path": in_file, "spins": "program"}
+    assert type(settings.config.timeout) is float
 
 
 @pytest.mark.parametrize("given_by", ["environment", "program"])
@@ -45,8 +45,8 @@ def test_a_named_file_is_read_instead_of_the_users(users_file, tmp_path, given_b
     named.write_text("spins = 5\n")
     name = {"COMMLIB_CONFIG": str(named)}
     environment = in_config_folder(users_file)
-    found = find_settings(environment | name) if given_by == "environment" else find_settings(environment, name)
-    assert found.config == Config(spins=5) and found.origins == {"spins": f"file {named}"}
+    settings = find_settings(environment | name) if given_by == "environment" else find_settings(environment, name)
+    assert settings.config == Config(spins=5) and settings.origins == {"spins": f"file {named}"}
 
 
 def test_none_reads_no_file(users_file):
@@ -54,7 +54,7 @@ def test_none_reads_no_file(users_file):
     assert find_settings(in_config_folder(users_file) | {"COMMLIB_CONFIG": "none"}).config == Config()
 
 
-def test_the_folder_of_the_job_is_not_looked_at(users_file, tmp_path, monkeypatch):
+def test_the_working_folder_is_not_searched(users_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("commlib.toml", "config.toml"):
         Path(name).write_text("timeline = '/somewhere'\n")
@@ -64,7 +64,7 @@ def test_the_folder_of_the_job_is_not_looked_at(users_file, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "line, field, value", [("cuda_aware = false", "cuda_aware", "no"), ("check = 'NEVER'", "check", "never")]
 )
-def test_words(tmp_path, line, field, value):
+def test_words_are_parsed(tmp_path, line, field, value):
     path = tmp_path / "a.toml"
     path.write_text(line)
     assert read_file(path) == {field: value}
@@ -90,7 +90,7 @@ def test_words(tmp_path, line, field, value):
         ("COMMLIB_SPINS = 1", "COMMLIB_SPINS (did you mean spins?)"),
     ],
 )
-def test_what_is_wrong_in_a_file(tmp_path, text, expected):
+def test_errors_in_a_file_are_located(tmp_path, text, expected):
     path = tmp_path / "settings.toml"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -98,21 +98,21 @@ def test_what_is_wrong_in_a_file(tmp_path, text, expected):
     assert str(path) in str(caught.value) and expected in str(caught.value)
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_a_file_must_be_text(tmp_path):
     path = tmp_path / "settings.toml"
     path.write_bytes(b"log_level = '\xff'")
     with pytest.raises(UsageError, match="is not valid TOML"):
         read_file(path)
 
 
-def test_a_named_file_must_be_there(tmp_path):
+def test_a_named_file_must_exist(tmp_path):
     with pytest.raises(
         UsageError, match=r"cannot read the file of settings /.*/no.toml \(No such file .*COMMLIB_CONFIG=none"
     ):
         find_settings({"COMMLIB_CONFIG": str(tmp_path / "no.toml")})
 
 
-def test_the_users_file_is_not_used_where_others_can_change_it(users_file):
+def test_a_file_that_other_users_can_change_is_ignored(users_file):
     users_file.write_text("timeout = 7\n")
     users_file.chmod(0o666)
     with pytest.raises(UsageError, match=r"another user can change it: .*chmod go-w .*COMMLIB_CONFIG="):
@@ -128,17 +128,17 @@ def test_the_users_file_is_not_used_where_others_can_change_it(users_file):
         ("COMMLIB_CONFIGS", "COMMLIB_CONFIG"),
     ],
 )
-def test_the_nearest_name_is_told(name, near):
+def test_errors_suggest_the_nearest_name(name, near):
     with pytest.raises(UsageError, match=f"{name} \\(did you mean {near}\\?\\)"):
         find_settings({name: "1", "COMMLIB_CONFIG": "none"})
 
 
-def test_a_wrong_default_is_said_to_be_the_programs():
+def test_an_error_names_the_program_as_source_of_a_default():
     with pytest.raises(UsageError, match="the program's default COMMLIB_SPINS='many': expected int"):
         find_settings({"COMMLIB_CONFIG": "none"}, {"COMMLIB_SPINS": "many"})
 
 
-def test_different_settings_say_where_they_come_from():
+def test_differences_name_the_source_of_settings():
     ours, theirs = collect_compared(Config()), collect_compared(Config(slot_kib=4, timeout=3.0))
     origins = [{"timeout": "environment"}, {"slot_kib": "file /etc/c.toml", "timeout": "environment"}]
     with pytest.raises(MismatchError) as caught:
@@ -148,6 +148,6 @@ def test_different_settings_say_where_they_come_from():
     assert "  COMMLIB_TIMEOUT: 0.0 on rank 0; 3.0 on rank 1\n" in text  # the environment's, as always
 
 
-def test_the_same_setting_from_elsewhere_is_the_same():
+def test_the_source_of_a_setting_does_not_matter():
     one = collect_compared(Config(slot_kib=4))
     compare([("", one), ("", one)], [{"slot_kib": "environment"}, {"slot_kib": "file /x"}])

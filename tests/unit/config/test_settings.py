@@ -1,4 +1,4 @@
-"""The table of settings: parsing, bounds, and words that help."""
+"""The table of settings: parsing, bounds, and helpful errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlib.config.settings import Config, collect_compared, compare, load, ran
 from commlib.errors import MismatchError, UsageError
 
 
-def test_defaults():
+def test_defaults_are_used():
     assert load({}) == Config()
     assert load({"PATH": "/bin", "commlib_check": "x"}) == Config()
 
@@ -37,7 +37,7 @@ def test_every_setting_has_a_default_of_its_type_and_a_meaning():
         ("cuda_aware", "AUTO", "auto"),
     ],
 )
-def test_values(name, text, value):
+def test_values_are_parsed(name, text, value):
     config = load({f"COMMLIB_{name.upper()}": text})
     assert getattr(config, name) == value and type(getattr(config, name)) is type(value)
 
@@ -55,7 +55,7 @@ def test_values(name, text, value):
         ("CUDA_AWARE", "maybe", "expected one of auto, yes, no"),
     ],
 )
-def test_bad_values(name, text, expected):
+def test_bad_values_are_refused(name, text, expected):
     with pytest.raises(UsageError) as caught:
         load({f"COMMLIB_{name}": text})
     assert f"COMMLIB_{name}={text!r}" in str(caught.value) and expected in str(caught.value)
@@ -75,7 +75,7 @@ def test_bad_values(name, text, expected):
         ("SPINS", "-2"),
     ],
 )
-def test_values_out_of_range(name, text):
+def test_values_out_of_range_are_refused(name, text):
     with pytest.raises(UsageError, match=f"COMMLIB_{name}"):
         load({f"COMMLIB_{name}": text})
 
@@ -101,23 +101,23 @@ def test_unknown_settings_are_named_with_the_known_ones():
         ("EXIT_TIMEOUT", "1e12"),  # more than a lock can wait
     ],
 )
-def test_values_beyond_all_reason(name, text):
+def test_extreme_values_are_refused(name, text):
     with pytest.raises(UsageError, match=f"COMMLIB_{name}.*expected (int|float) from"):
         load({f"COMMLIB_{name}": text})
 
 
-def test_words_are_known_in_capitals():
+def test_words_may_be_in_capitals():
     assert load({"COMMLIB_LOG_LEVEL": "INFO", "COMMLIB_CHECK": "Never"}) == Config(log_level="info", check="never")
 
 
-def test_every_setting_is_compared_unless_it_says_why_not():
+def test_every_setting_is_compared_or_has_a_reason():
     free = {field.name for field in fields(Config) if field.metadata["differs"]}
     assert free == {"spins", "log_level", "tuning_file", "events", "timeline", "traceback"}
     names = {f"COMMLIB_{field.name.upper()}" for field in fields(Config) if field.name not in free}
     assert set(collect_compared(Config(), {})) == names
 
 
-def test_variables_of_others_are_compared_as_they_are_written(monkeypatch):
+def test_variables_of_other_software_are_compared_as_text(monkeypatch):
     monkeypatch.setattr("commlib.config.settings.ALSO_COMPARED", ("OTHER_SETTING",))
     ours, theirs = collect_compared(Config(), {"OTHER_SETTING": "1"}), collect_compared(Config(), {})
     compare([("", ours), ("", ours)])
@@ -155,5 +155,5 @@ def test_bad_settings_come_before_different_ones():
         (range(0, 40, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
     ],
 )
-def test_ranks_in_words(ranks, text):
+def test_ranks_are_written_as_ranges(ranks, text):
     assert ranks_text(ranks) == text

@@ -1,4 +1,4 @@
-"""Output for programs has lines of this program alone: a library's warning made `commlib info --json` no JSON."""
+"""Output for programs has only our own lines: a library's warning once broke `commlib info --json`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ print("für Programme")
 """
 
 
-def test_only_own_lines_come_to_standard_output():
+def test_standard_output_has_only_our_own_lines():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True, encoding="utf-8")
     assert done.stdout == "before\nfür Programme\n"
     assert done.stderr == "noise\nnoise at the end\n"
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), None])
-def test_a_stream_that_is_no_file_stays_what_it_is(monkeypatch, stream):
+def test_a_stream_without_a_file_is_not_changed(monkeypatch, stream):
     monkeypatch.setattr(sys, "stdout", stream)
     reserve_stdout()
     assert sys.stdout is stream

@@ -26,9 +26,9 @@ def packed(draw_: st.DrawFn) -> tuple[int, tuple[int, ...]]:
 @given(LENGTHS, SIZES, st.sampled_from(ORDERS))
 def test_each_position_is_on_one_rank(length: int, size: int, order: str) -> None:
     layout = SequenceLayout(length, size, order)
-    held = [position for positions in layout.by_rank for position in positions]
-    assert sorted(held) == list(range(length))
-    assert [held[at] for part in layout.in_order for at in part] == list(range(length))
+    owned = [position for positions in layout.by_rank for position in positions]
+    assert sorted(owned) == list(range(length))
+    assert [owned[at] for part in layout.in_order for at in part] == list(range(length))
     assert layout.counts == tuple(sum(len(part) for part in layout.ranges(rank)) for rank in range(size))
     for rank in range(size):
         ranges = layout.ranges(rank)
@@ -41,13 +41,13 @@ def test_each_position_is_on_one_rank(length: int, size: int, order: str) -> Non
 def test_each_visible_pair_occurs_once(
     documents: tuple[int, tuple[int, ...]], size: int, order: str, causal: bool, sees: tuple[int, int] | None, rows: int
 ) -> None:
-    """Elsewhere whole shards were left out, or seen twice, without a word."""
+    """Other frameworks silently left out whole shards, or counted them twice."""
     length, given_bounds = documents
     reach = Window.of("here", sees, causal)
     left, right = (length if side is None else side for side in reach)
     layout, bounds = SequenceLayout(length, size, order), document_bounds(given_bounds, length)
     shards = [[position for part in layout.ranges(rank) for position in part] for rank in range(size)]
-    found: Counter[tuple[int, int]] = Counter()
+    pairs_: Counter[tuple[int, int]] = Counter()
     for rank in range(size):
         with pytest.MonkeyPatch.context() as patch:  # blocks of a few rows, as long sequences have them
             patch.setattr(window, "ROWS", rows)
@@ -63,14 +63,14 @@ def test_each_visible_pair_occurs_once(
                     if (k <= q or not block.causal) and low <= column - row <= high
                 ]  # fmt: skip
                 assert len(seen) == block.pairs
-                assert {q for q, _ in seen} == set(queries)  # none of them sees nothing
+                assert {q for q, _ in seen} == set(queries)  # every query sees a key
                 assert not block.causal or queries == keys == list(range(queries[0], queries[-1] + 1))
-                found.update(seen)
+                pairs_.update(seen)
     expected = {
         (q, k) for start, stop in pairwise(bounds) for q in range(start, stop) for k in range(start, stop)
         if (k <= q or not causal) and q - left <= k <= q + right
     }  # fmt: skip
-    assert found == dict.fromkeys(expected, 1)
+    assert pairs_ == dict.fromkeys(expected, 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -94,7 +94,7 @@ def test_contiguous_causal_work_is_not_equal() -> None:
     assert totals == [136, 392, 648, 904]
 
 
-def test_a_block_without_a_mask_is_as_large_as_can_be() -> None:
+def test_blocks_without_a_mask_are_as_large_as_possible() -> None:
     """Two chunks on each rank would be four calls where one does."""
     for rank in range(3):
         for step in steps(SequenceLayout(30, 3), rank, False, (0, 30)):
@@ -102,8 +102,8 @@ def test_a_block_without_a_mask_is_as_large_as_can_be() -> None:
     assert [len(step.blocks) for step in steps(SequenceLayout(32, 4), 1, True, (0, 32))] == [3, 1, 1, 1]
 
 
-def test_work_within_a_window_is_as_long_as_the_window() -> None:
-    """Not as the sequence: what nobody sees is not computed, and most of the rest has no mask."""
+def test_work_within_a_window_grows_with_the_window() -> None:
+    """It does not grow with the sequence: invisible blocks are not computed, and most others have no mask."""
     length, reach = 1 << 16, Window(4095, 0)
     blocks = [block for step in steps(SequenceLayout(length, 4), 1, True, (0, length), reach) for block in step.blocks]
     areas = [(block.queries[1] - block.queries[0]) * (block.keys[1] - block.keys[0]) for block in blocks]
@@ -112,12 +112,12 @@ def test_work_within_a_window_is_as_long_as_the_window() -> None:
 
 
 @pytest.mark.parametrize("given", [4096, (1, 2, 3), (-2, 0), (1.5, 0), (True, 0), "ab"], ids=str)
-def test_a_window_that_is_none_is_refused(given: object) -> None:
+def test_an_invalid_window_is_refused(given: object) -> None:
     with pytest.raises(UsageError, match=r"expected \(left, right\)"):
         Window.of("attention", given, False)
 
 
-def test_the_picture_of_a_plan() -> None:
+def test_a_plan_has_a_picture() -> None:
     assert draw(SequenceLayout(16, 4), True, (0, 16)).splitlines() == [
         "        positions   step 0  step 1  step 2  step 3  pairs",
         "rank 0  0-1, 14-15  0: 10   3: 8    2: 8    1: 8    34",
@@ -132,7 +132,7 @@ def test_a_rank_without_positions_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("documents", [(), (0,), (1, 5), (0, 4), (0, 3, 2, 5), (0, 6)])
-def test_bounds_that_do_not_fit_are_refused(documents: tuple[int, ...]) -> None:
+def test_invalid_document_bounds_are_refused(documents: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="from 0 to 5"):
         document_bounds(documents, 5)
 
@@ -142,7 +142,7 @@ def test_empty_documents_are_left_out() -> None:
     assert document_bounds(None, 0) == document_bounds((0, 0), 0) == (0,)
 
 
-def test_a_layout_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(UsageError, match="'zigzag', expected 'balanced' or 'contiguous'"):
         SequenceLayout(8, 2, "zigzag")
     with pytest.raises(UsageError, match="among 0 ranks"):
@@ -164,12 +164,12 @@ def test_units_serve_all_heads(keys: int, served: int, size: int) -> None:
 @pytest.mark.parametrize(
     ("queries", "keys", "size", "copies"), [(8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 4, 4), (6, 2, 3, 3)]
 )
-def test_keys_are_sent_no_more_often_than_need_be(queries: int, keys: int, size: int, copies: int) -> None:
+def test_keys_are_sent_as_rarely_as_possible(queries: int, keys: int, size: int, copies: int) -> None:
     assert Heads(queries, keys, size).copies == copies
 
 
 @pytest.mark.parametrize(
-    ("q", "k", "v", "said"),
+    ("q", "k", "v", "message"),
     [
         ((2, 4, 8), (2, 4, 8), (2, 4, 8), "batch, heads, tokens, head_dim"),
         ((2, 4, 8, 5), (3, 4, 8, 5), (3, 4, 8, 5), "the same batch"),
@@ -180,8 +180,8 @@ def test_keys_are_sent_no_more_often_than_need_be(queries: int, keys: int, size:
         ((2, 4, 8, 5), (2, 0, 8, 5), (2, 0, 8, 5), "are no multiple"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], said: str
+def test_mismatched_shapes_are_refused(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         Heads.of("attention", q, k, v, 2)

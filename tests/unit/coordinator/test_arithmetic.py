@@ -1,4 +1,4 @@
-"""Scales, what adds nothing, and Adasum of two."""
+"""Scales, neutral elements, and Adasum of two ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_half_precision_is_scaled_in_float32():
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
-def test_what_adds_nothing(dtype, op):
+def test_neutral_elements_change_nothing(dtype, op):
     x = np.array([0, 1, 5, 100], NUMPY[dtype])
     nothing = np.full(4, neutral_element(dtype, op), NUMPY[dtype])
     how = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}[op]
@@ -45,12 +45,12 @@ def test_what_adds_nothing(dtype, op):
 @pytest.mark.parametrize(
     "op, how", [("sum", np.logical_or), ("max", np.logical_or), ("min", np.logical_and), ("prod", np.logical_and)]
 )
-def test_what_adds_nothing_to_truth(op, how):
+def test_neutral_elements_of_bool_change_nothing(op, how):
     x = np.array([True, False])
     assert how(x, np.full(2, neutral_element("bool", op))).tolist() == [True, False]
 
 
-def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel():
+def test_adasum_adds_orthogonal_and_averages_parallel_vectors():
     a, b = np.array([1.0, 0, 2]), np.array([0.0, 5, 0])
     assert combine(a, b).tolist() == [1, 5, 2]
     assert combine(a, a).tolist() == a.tolist()

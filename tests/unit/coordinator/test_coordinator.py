@@ -40,7 +40,7 @@ def start(coordinator, name, array, **options):
 
 
 @pytest.mark.parametrize("nodes", [None, [0, 0, 1], [0, 1, 2]])
-def test_any_order(nodes):
+def test_named_operations_may_come_in_any_order(nodes):
     def work(coordinator, rank):
         arrays = {f"t{i}": np.full(i % 7 + 1, i + rank, np.float32) for i in range(60)}
         for again in range(3):
@@ -58,7 +58,7 @@ def test_any_order(nodes):
     assert max(coordinated(3, work, nodes=nodes)) < 150  # not a cycle for each
 
 
-def test_who_waits_needs_no_thread_and_who_does_not_gets_one():
+def test_only_ranks_that_do_not_wait_get_a_thread():
     def threads():
         return {thread for thread in threading.enumerate() if thread.name == "commlib-coordinator"}
 
@@ -68,7 +68,7 @@ def test_who_waits_needs_no_thread_and_who_does_not_gets_one():
         request = all_reduce("x", np.ones(2, np.float32))
         coordinator.submit(request, [np.ones(2, np.float32)], [np.ones(2, np.float32)], blocking=True).wait()
         assert threads() <= before
-        coordinator.comm.barrier()  # all have looked
+        coordinator.comm.barrier()  # all have counted
         pending = start(coordinator, "x", np.ones(2, np.float32))
         deadline = time.monotonic() + 10
         while not pending.done() and time.monotonic() < deadline:
@@ -110,7 +110,7 @@ def test_waiting_for_different_things_runs_few_cycles():
     assert all(cycles < 40 for cycles in coordinated(2, work))
 
 
-def test_a_disagreement_is_an_error_on_all_ranks_and_the_rest_goes_on():
+def test_a_disagreement_fails_on_all_ranks_and_others_continue():
     def work(coordinator, rank):
         good = start(coordinator, "good", np.ones(2, np.float32))
         bad = start(coordinator, "bad", np.ones(2 + rank, np.float32))
@@ -139,7 +139,7 @@ def test_a_name_that_is_pending_is_refused_at_once():
     coordinated(2, delayed)
 
 
-def test_a_rank_that_does_not_ask_is_named(caplog):
+def test_a_missing_rank_is_named(caplog):
     def work(coordinator, rank):
         start(coordinator, "before", np.ones(2, np.float32)).wait()
         if rank == 0:
@@ -154,7 +154,7 @@ def test_a_rank_that_does_not_ask_is_named(caplog):
     assert "allreduce 'x': rank 0 has waited 1 s: not submitted by rank 1; rank 1 waits for 'y'" in caplog.text
 
 
-def test_a_rank_that_asks_for_nothing_is_named_with_what_it_did_last():
+def test_an_idle_rank_is_named_with_its_last_operation():
     def work(coordinator, rank):
         start(coordinator, "before", np.ones(2, np.float32)).wait()
         if rank == 0:
@@ -171,14 +171,14 @@ def test_a_rank_that_asks_for_nothing_is_named_with_what_it_did_last():
         coordinator = Coordinator(comm, range(comm.size))
         return work(coordinator, comm.rank)
 
-    assert run(2, rank_main, config=Config(timeout=1.5)) == [0, 1]  # enough for what comes first on a busy machine
+    assert run(2, rank_main, config=Config(timeout=1.5)) == [0, 1]  # enough for the start on a busy machine
 
 
-def test_what_is_pending_at_the_end_says_so():
+def test_operations_pending_at_the_end_raise():
     def rank_main(comm):
         coordinator = Coordinator(comm, [0, 1])
         if comm.rank == 1:
-            return  # it asks for nothing
+            return  # it makes no request
         pending = start(coordinator, "x", np.ones(2, np.float32))
         assert coordinator.drain(0.05) == "unfinished allreduce 'x'"
         coordinator.close()
@@ -213,7 +213,7 @@ def test_threads_share_a_coordinator():
     coordinated(2, work)
 
 
-def test_an_error_of_one_operation_is_that_operations_alone():
+def test_an_error_affects_only_its_operation():
     def work(coordinator, rank):
         wrong = OpRequest("allgather", "wrong", (("float32", (None,)),))
         pending = coordinator.submit(wrong, [np.zeros((), np.float32)])  # no rows: refused when it is run
@@ -225,8 +225,8 @@ def test_an_error_of_one_operation_is_that_operations_alone():
     coordinated(2, work)
 
 
-def test_a_rank_that_asked_for_something_else_and_does_not_come_back():
-    """What was told in words is known: it need not be asked for again."""
+def test_a_rank_with_another_request_that_never_returns_is_named():
+    """A full announcement is stored: no second request is needed."""
     over = threading.Barrier(3)
 
     def rank_main(comm):
@@ -249,11 +249,12 @@ def test_a_rank_that_asked_for_something_else_and_does_not_come_back():
         pending = start(coordinator, "a", np.ones(2, np.float32))
         with pytest.raises(StallError) as caught:
             pending.wait()
-        said = str(caught.value)
-        assert f"allreduce 'a': rank {coordinator.members[comm.rank]}: gave up after 0.8 s" in said
-        assert "not there yet: rank 8; this rank waits for 'a'; 'a' was submitted by rank" in said
+        message = str(caught.value)
+        assert f"allreduce 'a': rank {coordinator.members[comm.rank]}: gave up after 0.8 s" in message
+        assert "not there yet: rank 8; this rank waits for 'a'; 'a' was submitted by rank" in message
         assert (
-            "rank 8 has submitted 'b', but made no progress since; no operation of all ranks has run yet; look" in said
+            "rank 8 has submitted 'b', but made no progress since; no operation of all ranks has run yet; look"
+            in message
         )
         over.wait(20)
 
@@ -261,7 +262,7 @@ def test_a_rank_that_asked_for_something_else_and_does_not_come_back():
 
 
 class Interrupted(Negotiation):
-    """Ctrl-C comes, if it is to, just after the next request was taken in."""
+    """Raises, if set, as Ctrl-C would just after the next request was accepted."""
 
     interrupts = False
 
@@ -273,8 +274,8 @@ class Interrupted(Negotiation):
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_an_interrupted_submit_is_taken_back(known):
-    """Told to the others but not pending here, it ran as that of a rank that has joined: with zeros."""
+def test_an_interrupted_submit_is_withdrawn(known):
+    """Announced to the others but not pending here, it ran with zeros, as for a joined rank."""
 
     def rank_main(comm):
         negotiation = Interrupted(comm.rank, range(comm.size))
@@ -295,7 +296,7 @@ def test_an_interrupted_submit_is_taken_back(known):
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
 def test_an_error_of_one_rank_alone_ends_the_set_on_all(nodes):
-    """It ended that operation alone: the others waited in it, or took the next exchange for it."""
+    """It ended that operation alone: the others waited in it, or mistook the next exchange for it."""
 
     def rank_main(comm):
         coordinator = Coordinator(comm, [4, 7])

@@ -1,4 +1,4 @@
-"""Negotiation: whatever the order in which ranks ask, all of them launch the same operations in the same order."""
+"""Negotiation: for any order of requests, all ranks launch the same operations in the same order."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ class Ranks:
 
     def cycle(self, expired=None) -> list[Any]:
         """Run one cycle; return the responses, which all ranks must have alike."""
-        told = [each.announce() for each in self.ranks]
-        (self.width,) = {each.width for each in told}
+        announcements = [each.announce() for each in self.ranks]
+        (self.width,) = {each.width for each in announcements}
         common = -1
-        for each in told:
+        for each in announcements:
             common &= each.bits
-        self.gathered = any(each.requests for each in told)
+        self.gathered = any(each.requests for each in announcements)
         everyone: list[RequestList] = []
         if self.gathered or expired is not None:
             waits = [tuple(each.waiting) if expired else () for each in self.ranks]
-            given_up = [tuple((expired or {}).get(rank, ())) for rank in range(len(told))]
+            given_up = [tuple((expired or {}).get(rank, ())) for rank in range(len(announcements))]
             everyone = [
-                RequestList(*each) for each in zip([each.requests for each in told], given_up, waits, strict=True)
+                RequestList(*each)
+                for each in zip([each.requests for each in announcements], given_up, waits, strict=True)
             ]
         bits = [bit for bit in range(self.width) if common >> bit & 1]
         responses = [each.agree(bits, everyone) for each in self.ranks]
@@ -57,7 +58,7 @@ class Ranks:
         return [response.request.name for response in responses]
 
 
-def test_it_is_launched_when_the_last_rank_has_asked():
+def test_an_operation_is_launched_after_the_last_request():
     ranks = Ranks(3)
     ranks.submit(0, request("a"))
     ranks.submit(2, request("a"))
@@ -68,7 +69,7 @@ def test_it_is_launched_when_the_last_rank_has_asked():
     assert not ranks.ranks[0].waiting
 
 
-def test_a_name_that_was_agreed_on_costs_a_bit():
+def test_an_agreed_name_costs_a_bit():
     ranks = Ranks(2)
     for again in range(3):
         for rank in range(2):
@@ -79,14 +80,14 @@ def test_a_name_that_was_agreed_on_costs_a_bit():
         assert ranks.gathered == (again == 0)
 
 
-def test_a_bit_waits_for_the_others_too():
+def test_a_bit_waits_for_the_other_ranks():
     ranks = Ranks(2)
     for rank in range(2):
         ranks.submit(rank, request("a"))
     ranks.cycle()
     ranks.submit(0, request("a"))
     assert ranks.launched() == [] == ranks.launched()
-    assert not ranks.ranks[0].has_unannounced  # it has been told once, and that is enough
+    assert not ranks.ranks[0].has_unannounced  # it was announced once, which is enough
     ranks.submit(1, request("a"))
     assert ranks.launched() == ["a"]
 
@@ -99,15 +100,15 @@ def test_names_without_repetition_get_no_bit():
     assert ranks.launched() == [] and ranks.width == 0
 
 
-def test_a_name_asked_for_in_another_way_is_negotiated_anew():
+def test_a_changed_request_is_negotiated_again():
     ranks = Ranks(2)
     for rank in range(2):
         ranks.submit(rank, request("a"))
     ranks.cycle()
     ranks.submit(0, request("a"))  # by its bit
-    ranks.submit(1, request("a", shape=(3,)))  # in words
+    ranks.submit(1, request("a", shape=(3,)))  # in full
     assert ranks.launched() == []
-    assert ranks.ranks[0].has_unannounced  # its bit is no more
+    assert ranks.ranks[0].has_unannounced  # its bit is invalid
     (response,) = ranks.cycle()
     assert isinstance(response, Failure)
     assert response.reason == "the ranks disagree: shape is (2,) on rank 0 but (3,) on rank 1"
@@ -148,7 +149,7 @@ def test_names_of_ranks_are_those_of_the_members():
     assert response.reason == "the ranks disagree: shape is (0,) on rank 3 but (1,) on rank 7"
 
 
-def test_a_name_that_waits_may_not_be_asked_for_again():
+def test_a_pending_name_may_not_be_requested_again():
     ranks = Ranks(1)
     ranks.submit(0, request("x"))
     with pytest.raises(ValueError, match="allgather 'x': an operation of this name is in flight already"):
@@ -157,7 +158,7 @@ def test_a_name_that_waits_may_not_be_asked_for_again():
     ranks.submit(0, request("x"))
 
 
-def test_a_name_that_makes_room_is_told_in_words_again():
+def test_an_evicted_name_is_announced_in_full_again():
     ranks = Ranks(2, capacity=2)
     for name in ("a", "b"):
         for rank in range(2):
@@ -172,7 +173,7 @@ def test_a_name_that_makes_room_is_told_in_words_again():
     assert ranks.width == 2  # c has a's bit, and not one more
 
 
-def test_joined_ranks_count_as_having_asked_for_everything():
+def test_joined_ranks_count_as_requesting_everything():
     ranks = Ranks(3)
     for rank in range(3):
         ranks.submit(rank, request("known"))
@@ -194,7 +195,7 @@ def test_joined_ranks_count_as_having_asked_for_everything():
     ranks.submit(0, JOIN)
     (response,) = ranks.cycle()
     assert isinstance(response, JoinEnd) and response.last == 0
-    for rank in range(3):  # and on it goes
+    for rank in range(3):  # and negotiation continues
         ranks.submit(rank, request("known"))
     assert [(v.request.name, v.joined) for v in ranks.cycle()] == [("known", frozenset())]
 
@@ -211,7 +212,7 @@ def test_ranks_that_join_at_once_launch_nothing():
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_what_is_given_up_fails_wherever_it_waits(known):
+def test_an_abandoned_operation_fails_on_all_ranks(known):
     ranks = Ranks(3)
     if known:
         for rank in range(3):
@@ -229,7 +230,7 @@ def test_what_is_given_up_fails_wherever_it_waits(known):
     assert ranks.launched() == ["x"]
 
 
-def test_what_comes_at_the_last_moment_is_not_given_up():
+def test_a_request_in_the_last_cycle_is_not_abandoned():
     ranks = Ranks(2)
     ranks.submit(0, request("x"))
     ranks.cycle()
@@ -237,8 +238,8 @@ def test_what_comes_at_the_last_moment_is_not_given_up():
     assert ranks.launched(expired={0: ["x"]}) == ["x"]
 
 
-def test_what_waits_for_a_rank_that_restarts_is_given_up():
-    """Ranks waited by name for one that had gone back to its last commit alone, in words and by bits."""
+def test_operations_waiting_for_a_restarting_rank_are_abandoned():
+    """Ranks waited for a rank that had returned to its last commit alone, in full requests and by bits."""
     ranks = Ranks(3)
     for rank in range(3):
         ranks.submit(rank, request("known"))
@@ -257,7 +258,7 @@ def test_what_waits_for_a_rank_that_restarts_is_given_up():
     ranks.submit(1, request("new", repeats=False))
     ranks.cycle()
     assert not ranks.ranks[0].waiting and not ranks.ranks[1].waiting and not ranks.ranks[0].announced
-    for rank in range(3):  # what all ask for at once needs nobody who restarts
+    for rank in range(3):  # a request of all ranks needs no restart
         ranks.submit(rank, request("known"))
     assert [type(response) for response in ranks.cycle()] == [Launch, Restart]
     ranks.submit(0, request("known"), RESTART)
@@ -266,15 +267,15 @@ def test_what_waits_for_a_rank_that_restarts_is_given_up():
     ranks.submit(1, request("abandoned"), RESTART)
     assert ranks.cycle() == [Restart(RESTART, (0, 1, 2), complete=True)]
     assert not any(each.waiting or each.announced or each.has_unannounced for each in ranks.ranks)
-    for name in ("known", "abandoned", "new"):  # as if nothing had been asked for
+    for name in ("known", "abandoned", "new"):  # as if there had been no request
         for rank in range(3):
             assert ranks.launched() == []
             ranks.submit(rank, request(name))
         assert ranks.launched() == [name]
 
 
-def test_what_is_asked_for_while_ranks_agree_on_a_restart_is_given_up_too():
-    """Of a rank that does not know of the restart yet; a restart of its own is kept, and told in the next cycle."""
+def test_requests_during_a_restart_are_abandoned():
+    """A rank may not have seen the restart yet; its own restart stays, and is announced in the next cycle."""
     both = [Negotiation(rank, range(2)) for rank in range(2)]
     for each in both:
         each.submit(request("known"))
@@ -283,17 +284,17 @@ def test_what_is_asked_for_while_ranks_agree_on_a_restart_is_given_up_too():
         each.agree([], lists)
     both[1].submit(RESTART)
     lists = [RequestList(each.announce().requests) for each in both]
-    for asked in (request("known"), request("x"), RESTART):
-        both[0].submit(asked)
+    for request_ in (request("known"), request("x"), RESTART):
+        both[0].submit(request_)
     assert [each.agree([], lists) for each in both] == [[Restart(RESTART, (1,), complete=False)]] * 2
     assert list(both[0].waiting) == ["elastic.run"] and both[0].has_unannounced
-    said = [each.announce() for each in both]
-    assert [each.bits for each in said] == [0, 0] and said[0].requests == (RESTART,)
-    lists = [RequestList(each.requests) for each in said]
+    announcements = [each.announce() for each in both]
+    assert [each.bits for each in announcements] == [0, 0] and announcements[0].requests == (RESTART,)
+    lists = [RequestList(each.requests) for each in announcements]
     assert [each.agree([], lists) for each in both] == [[Restart(RESTART, (0, 1), complete=True)]] * 2
 
 
-def test_a_restart_gives_up_joins():
+def test_a_restart_cancels_joins():
     """A rank that had joined has data again."""
     ranks = Ranks(3)
     ranks.submit(0, JOIN)
@@ -312,7 +313,7 @@ def test_a_restart_gives_up_joins():
     assert ranks.launched() == ["x"]
 
 
-def test_a_restart_that_is_given_up_fails_no_more_operations():
+def test_an_abandoned_restart_fails_no_more_operations():
     ranks = Ranks(2)
     ranks.submit(1, RESTART)
     ranks.cycle()
@@ -326,27 +327,27 @@ def test_a_restart_that_is_given_up_fails_no_more_operations():
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 4), capacity=st.sampled_from([1, 3, 1000]))
-def test_restarts_at_any_time_leave_all_ranks_alike(seed, size, capacity):
-    """Ranks ask for what they like, each by itself, and restart; after that the same is launched everywhere."""
+def test_restarts_at_any_time_keep_ranks_consistent(seed, size, capacity):
+    """Ranks make independent requests and restart; afterwards all launch the same operations."""
     rng = random.Random(seed)
     ranks = Ranks(size, capacity)
     for _ in range(5):
-        left = set(range(size))
-        while left:
+        remaining = set(range(size))
+        while remaining:
             for rank in range(size):
                 waiting = ranks.ranks[rank].waiting
                 for name in "abcde":
-                    if rank in left and name not in waiting and rng.random() < 0.3:
+                    if rank in remaining and name not in waiting and rng.random() < 0.3:
                         ranks.submit(rank, request(name, shape=(rng.choice([1, 1, 1, 2]),)))
-                if rank in left and rng.random() < 0.2:
+                if rank in remaining and rng.random() < 0.2:
                     ranks.submit(rank, RESTART)
-                    left.discard(rank)
+                    remaining.discard(rank)
             ranks.cycle()
         assert not any(each.waiting or each.announced or each.has_unannounced for each in ranks.ranks)
         for name in "abc":
             for rank in range(size):
                 ranks.submit(rank, request(name))
-        launched = ranks.launched() + ranks.launched()  # once more if a name had to be told in words
+        launched = ranks.launched() + ranks.launched()  # once more if a name had to be announced in full
         assert sorted(launched) == ["a", "b", "c"]
 
 
@@ -354,29 +355,29 @@ def test_restarts_at_any_time_leave_all_ranks_alike(seed, size, capacity):
 @given(
     seed=st.integers(0, 2**32), size=st.integers(1, 5), capacity=st.sampled_from([1, 3, 1000]), names=st.integers(1, 20)
 )
-def test_any_order_at_any_time(seed, size, capacity, names):
-    """Each rank asks for every name three times, in an order of its own, whenever it can; shapes change."""
+def test_any_order_gives_the_same_launches(seed, size, capacity, names):
+    """Each rank requests every name three times, in its own order, as soon as it can; shapes change."""
     rng = random.Random(seed)
     ranks = Ranks(size, capacity)
     plan = [(name, again) for again in range(3) for name in range(names)]
     shapes = {(name, again): rng.randrange(1, 3) for name, again in plan}
     repeats = {name: rng.random() < 0.8 for name in range(names)}
-    left = [rng.sample(range(names), names) for _ in range(size)]
+    remaining = [rng.sample(range(names), names) for _ in range(size)]
     turns = [dict.fromkeys(range(names), 0) for _ in range(size)]
     counts = dict.fromkeys(map(str, range(names)), 0)
     for _ in range(100 * names * size):
         for rank in range(size):
-            for name in list(left[rank]):
+            for name in list(remaining[rank]):
                 again = turns[rank][name]
                 if str(name) not in ranks.ranks[rank].waiting and rng.random() < 0.5:
                     ranks.submit(rank, request(str(name), shape=(shapes[name, again],), repeats=repeats[name]))
                     turns[rank][name] += 1
                     if turns[rank][name] == 3:
-                        left[rank].remove(name)
+                        remaining[rank].remove(name)
                     else:
-                        rng.shuffle(left[rank])
+                        rng.shuffle(remaining[rank])
         for launched in ranks.launched():
             counts[launched] += 1
-        if not any(left) and not any(each.waiting for each in ranks.ranks):
+        if not any(remaining) and not any(each.waiting for each in ranks.ranks):
             break
     assert set(counts.values()) == {3}

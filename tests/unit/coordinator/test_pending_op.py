@@ -1,4 +1,4 @@
-"""Patience tells which named operations have waited long."""
+"""Overdue operations: named operations that have waited long."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def waiting(**waited: float) -> dict[str, Any]:
         (StallInspector(warning=1000, timeout=0), {}),
     ],
 )
-def test_what_is_overdue(patience: StallInspector, expected: dict[str, bool]) -> None:
+def test_overdue_operations_are_listed(patience: StallInspector, expected: dict[str, bool]) -> None:
     assert patience.overdue(waiting(oldest=100, old=70, middle=40, young=1)) == expected
 
 
-def test_a_warning_is_given_once_and_an_end_in_spite_of_it() -> None:
+def test_a_warning_comes_once_and_the_timeout_still_applies() -> None:
     operations = waiting(old=70)
     operations["old"].warned = True
     assert StallInspector(warning=60, timeout=0).overdue(operations) == {}

@@ -1,4 +1,4 @@
-"""The response cache: bits are given out, kept and taken back by rule."""
+"""The response cache: bits are assigned, retained and released by rule."""
 
 from commlib.coordinator.op_request import OpRequest
 from commlib.coordinator.response_cache import ResponseCache
@@ -8,7 +8,7 @@ def request(name, verb="allreduce"):
     return OpRequest(verb, name)
 
 
-def test_bits_are_the_lowest_that_are_free():
+def test_bits_are_the_lowest_free():
     cache = ResponseCache(8)
     for name in "abc":
         cache.add(request(name))
@@ -19,7 +19,7 @@ def test_bits_are_the_lowest_that_are_free():
     assert cache.all_bits == 0b101 and cache.highest == 3 and len(cache) == 2
 
 
-def test_the_same_name_for_something_else_is_not_known():
+def test_a_name_with_another_request_is_not_cached():
     cache = ResponseCache(8)
     cache.add(request("a"))
     assert "a" in cache
@@ -27,7 +27,7 @@ def test_the_same_name_for_something_else_is_not_known():
     assert cache.bit(request("b")) is None
 
 
-def test_what_was_told_longest_ago_goes_first():
+def test_the_least_recent_name_is_evicted_first():
     cache = ResponseCache(2)
     cache.add(request("a"))
     assert not cache.is_full

@@ -1,4 +1,4 @@
-"""Operations that the user gives no name."""
+"""Operations without a name from the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def pending(name: str) -> Any:
     return SimpleNamespace(request=SimpleNamespace(name=name))
 
 
-def test_names_come_round_and_each_verb_has_its_own() -> None:
+def test_names_rotate_per_verb() -> None:
     unnamed = UnnamedOps()
     names = [unnamed.next_name("allreduce") for _ in range(130)]
     assert len(set(names[:64])) == 64 and names[64:128] == names[:64] and names[128:] == names[:2]
@@ -22,17 +22,17 @@ def test_names_come_round_and_each_verb_has_its_own() -> None:
     assert unnamed.next_name("allreduce") == names[0]
 
 
-def test_what_is_put_off_comes_in_order_once_its_name_is_free() -> None:
+def test_deferred_operations_come_in_order_once_their_name_is_free() -> None:
     unnamed = UnnamedOps()
     first, second, other = pending("a"), pending("a"), pending("b")
     for each in (first, second, other):
         unnamed.hold_back(each)
-    taken = {"a", "b"}
-    assert list(unnamed.due(taken)) == []
-    taken.clear()
-    came = []
-    for each in unnamed.due(taken):  # whoever takes it takes its name
-        came.append(each)
-        taken.add(each.request.name)
-    assert came == [first, other] and unnamed.waiting() == [second]
+    used = {"a", "b"}
+    assert list(unnamed.due(used)) == []
+    used.clear()
+    arrived = []
+    for each in unnamed.due(used):  # launching an operation uses its name
+        arrived.append(each)
+        used.add(each.request.name)
+    assert arrived == [first, other] and unnamed.waiting() == [second]
     assert list(unnamed.due({"b"})) == [second] and unnamed.waiting() == []

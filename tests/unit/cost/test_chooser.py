@@ -1,4 +1,4 @@
-"""The chooser asks the table first, else the model, and chooses the same everywhere."""
+"""The chooser consults the table, then the model, and chooses the same on all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_model_s_choice_is_the_fastest_it_predicts(verb: str, kind: LinkKind
             assert choice.seconds <= min(seconds for _, seconds in times.values()) * (1 + 1e-9)
 
 
-def test_small_data_wants_few_messages_and_large_data_few_bytes() -> None:
+def test_small_data_needs_few_messages_and_large_data_few_bytes() -> None:
     chooser = Chooser(DEFAULT)
     assert chooser.choose("all_reduce", 12, 8, kind="network").algorithm == "recursive_doubling"
     assert chooser.choose("all_reduce", 12, 1 << 28, kind="network").algorithm in ("ring", "bruck")
@@ -42,7 +42,7 @@ def test_small_data_wants_few_messages_and_large_data_few_bytes() -> None:
     assert chooser.choose("all_to_all", 12, 1 << 28, kind="network").algorithm == "pairwise"
 
 
-def test_ties_go_to_the_first_that_was_registered() -> None:
+def test_ties_go_to_the_first_registered() -> None:
     """Between two ranks all all-gathers are one exchange."""
     assert Chooser(DEFAULT).choose("all_gather", 2, 1 << 20, kind="node").algorithm == algorithms("all_gather")[0]
 
@@ -54,7 +54,7 @@ def test_algorithms_are_ranked_by_the_power_of_two_and_segments_by_the_size() ->
         assert (choice.segments, choice.seconds) == best("all_reduce", "ring", 6, nbytes, DEFAULT.node, DEFAULT.gamma)
 
 
-def test_only_what_is_allowed_is_chosen() -> None:
+def test_only_allowed_algorithms_are_chosen() -> None:
     chooser = Chooser(DEFAULT)
     assert chooser.choose("all_reduce", 8, 8, kind="node", among=("ring", "native")).algorithm == "ring"
     with pytest.raises(UsageError, match="all_reduce: none of native has a schedule; expected one of"):
@@ -71,7 +71,7 @@ def test_only_what_is_allowed_is_chosen() -> None:
         ({"nbytes": -1}, "nbytes must be at least 0"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     given = {"verb": "all_reduce", "size": 2, "nbytes": 8, "kind": "network", **arguments}
     with pytest.raises(UsageError, match=message):
         Chooser(DEFAULT).choose(**given)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ TABLE = Table(
 )
 
 
-def test_the_table_wins_where_it_was_measured() -> None:
+def test_the_table_wins_where_it_has_measurements() -> None:
     chooser = Chooser(SLOW, TABLE)
     assert chooser.choose("all_reduce", 4, 1000, kind="node") == Choice("ring", 3, 2e-6, "table")
     assert chooser.choose("all_reduce", 4, 1000, kind="network", sharing=2) == Choice("bruck", 1, 5e-6, "table")
@@ -107,13 +107,13 @@ def test_the_table_wins_where_it_was_measured() -> None:
     assert {choice.source for choice in elsewhere} == {"model"}
 
 
-def test_what_has_no_schedule_must_be_allowed_by_name() -> None:
+def test_algorithms_without_a_schedule_must_be_allowed_by_name() -> None:
     chooser = Chooser(SLOW, TABLE)
     choice = chooser.choose("all_reduce", 4, 1000, kind="node", among=("bruck", "ring", "node"))
     assert choice == Choice("node", 1, 1e-6, "table")
 
 
-def test_segments_that_the_table_leaves_open_are_the_model_s() -> None:
+def test_the_model_fills_in_segments_missing_from_the_table() -> None:
     choice = Chooser(SLOW, TABLE).choose("all_reduce", 4, 1 << 24, kind="node")
     segments, _ = best("all_reduce", "double_tree", 4, 1 << 24, SLOW.node, SLOW.gamma)
     assert segments > 1
@@ -121,7 +121,7 @@ def test_segments_that_the_table_leaves_open_are_the_model_s() -> None:
 
 
 def test_no_segment_of_a_table_is_empty() -> None:
-    """An entry stands for all smaller data too; in a pipeline of 10^9 segments 8 bytes took for ever."""
+    """An entry applies to all smaller data too; a pipeline of 10^9 segments never finished 8 bytes."""
     entry = Entry("all_reduce", 1, 4, "", "any", (MeasuredTime(1 << 20, "double_tree", MOST_SEGMENTS, 1e-3),))
     chooser = Chooser(SLOW, Table((entry,)))
     assert chooser.choose("all_reduce", 4, 8, kind="node").segments == 8
@@ -139,7 +139,7 @@ def test_every_machine_that_a_table_may_hold_has_a_fastest_algorithm(alpha: floa
             assert chooser.choose(verb, 4, nbytes, kind="network").algorithm
 
 
-# What is sent to all ranks
+# The tuning that all ranks get
 
 
 @dataclass
@@ -147,13 +147,13 @@ class Settings:
     tuning_file: str
 
 
-def test_a_tuning_travels_unchanged() -> None:
+def test_a_tuning_survives_serialisation() -> None:
     for tuning in (Tuning(), Tuning(Machine(LinkCost(0.1, 1 / 3), LinkCost(2 / 3, 1e-300), 1 / 7), TABLE)):
         assert Tuning.from_bytes(tuning.to_bytes()) == tuning
 
 
-def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is the one that was fitted; entries of other MPI libraries than the one that is loaded are left."""
+def test_a_table_is_loaded_for_the_machine_and_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine comes from the fit; entries of other MPI libraries than the loaded one are ignored."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("commlib.cost.chooser.mpi_library", lambda: "")
     monkeypatch.setattr("commlib.cost.chooser.usual_machine", lambda: DEFAULT)
@@ -170,10 +170,10 @@ def test_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Tuning.load(Settings(str(tmp_path / "missing.json")))
 
 
-def test_a_table_that_others_can_change_is_used_only_where_it_is_named(
+def test_a_table_that_others_can_change_is_used_only_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody looked at who may write to the folder that the table is taken from unasked."""
+    """The folder of the default table was not checked for other users' write access."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("commlib.cost.chooser.mpi_library", lambda: "")
     file = tmp_path / "cache" / "commlib" / "tuning.json"
@@ -188,7 +188,7 @@ def test_a_table_that_others_can_change_is_used_only_where_it_is_named(
     assert Tuning.load(Settings("")) == Tuning(SLOW, TABLE)
 
 
-def test_no_table_is_no_reason_to_look_at_folders(
+def test_a_missing_table_gives_no_warning_about_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o777)
@@ -197,25 +197,25 @@ def test_no_table_is_no_reason_to_look_at_folders(
     assert not caplog.records
 
 
-def test_the_kind_of_network_is_known_by_its_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_cards_determine_the_kind_of_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cards = tmp_path / "infiniband"
     monkeypatch.setattr("commlib.cost.chooser.FABRICS", (tmp_path / "cxi", cards))
     assert usual_machine() == ETHERNET
     cards.mkdir()
-    assert usual_machine() == ETHERNET  # the driver is there, and no card
+    assert usual_machine() == ETHERNET  # there is a driver, but no card
     (cards / "mlx5_0").touch()
     assert usual_machine() == DEFAULT
 
 
-def test_choosing_needs_nothing_heavy() -> None:
+def test_choosing_imports_nothing_heavy() -> None:
     code = "import sys, commlib.cost.chooser; print(*(m for m in ('numpy', 'mpi4py', 'threading') if m in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == ""
 
 
 @pytest.mark.parametrize("verb, best", [("all_gather", "ring"), ("all_to_all", "pairwise"), ("all_reduce", "ring")])
-def test_on_a_slow_link_messages_travel_at_once(verb, best):
-    """Open MPI asks before it sends more than 64 KiB of TCP, which took up to twice as long."""
+def test_on_a_slow_link_messages_are_sent_eagerly(verb, best):
+    """Open MPI uses a rendezvous above 64 KiB over TCP, which took up to twice as long."""
     nbytes, size = 3 << 20, 4
     choice = Chooser(ETHERNET).choose(verb, size, nbytes, kind="network")
     assert choice.algorithm == best
@@ -226,8 +226,8 @@ def test_on_a_slow_link_messages_travel_at_once(verb, best):
     assert nbytes / size / direct.segments <= 60 << 10
 
 
-def test_times_of_ways_of_devices() -> None:
-    """The fastest first; nothing for what was not measured, and nothing of it decides for the host."""
+def test_device_paths_are_sorted_by_time() -> None:
+    """The fastest first; unmeasured paths have no entry, and these times do not decide for the host."""
     fast, slow = MeasuredTime(1024, "nccl", 0, 1e-5), MeasuredTime(1024, "host", 0, 2e-5)
     chooser = Chooser(table=Table((Entry("all_reduce", 1, 4, "", "any", (fast, slow), "cuda"),)))
     assert chooser.measured("all_reduce", 1, 4, 1000, device="cuda") == (fast, slow)

@@ -1,4 +1,4 @@
-"""Flat algorithms over nodes: which link a round waits for, and who shares the card."""
+"""Flat algorithms over nodes: the link that a round waits for, and the ranks that share a card."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ IN_STEP = [
 
 @pytest.mark.parametrize(("verb", "name"), IN_STEP)
 @pytest.mark.parametrize(("count", "per_node"), [(2, 2), (4, 2), (2, 4), (4, 4)])
-def test_equals_the_simulation_where_the_card_is_no_bound(verb: str, name: str, count: int, per_node: int) -> None:
-    """The simulation knows no cards, so here bytes cost nothing on the network, and messages more than in a node."""
+def test_costs_equal_the_simulation_where_cards_do_not_limit(verb: str, name: str, count: int, per_node: int) -> None:
+    """The simulation has no cards, so here network bytes cost nothing, and messages cost more than within a node."""
     machine = Machine(LinkCost(2e-6, 0.0), LinkCost(2e-5, 0.0), 1e-10)
     links = nodes(per_node, machine.node, machine.network)
     simulated = estimate(verb, name, count * per_node, N, links, gamma=machine.gamma).time
@@ -38,7 +38,7 @@ def test_a_root_s_messages_each_pay_their_link(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_in_a_ring_one_rank_of_a_node_sends_out(verb: str) -> None:
-    """So the simulation is right about it as it is."""
+    """So the simulation applies without changes."""
     links = nodes(4, MACHINE.node, MACHINE.network)
     simulated = estimate(verb, "ring", 12, N, links, gamma=MACHINE.gamma).time
     assert predict_flat(verb, "ring", 3, 4, N, MACHINE) == pytest.approx(simulated)
@@ -61,7 +61,7 @@ def test_the_card_carries_all_that_leaves_a_node() -> None:
 
 
 @pytest.mark.parametrize(("verb", "name"), IN_STEP)
-def test_one_node_and_one_rank_per_node(verb: str, name: str) -> None:
+def test_one_node_and_one_rank_per_node_have_known_costs(verb: str, name: str) -> None:
     for shape, link in (((1, 6), MACHINE.node), ((6, 1), MACHINE.network)):
         assert predict_flat(verb, name, *shape, N, MACHINE) == best(verb, name, 6, N, link, MACHINE.gamma)[1]
 

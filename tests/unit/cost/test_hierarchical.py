@@ -23,8 +23,8 @@ N = 8 * RAIL_BYTES  # enough for 8 rails
         ("all_to_all", "pairwise", 1, 1 + 1),
     ],
 )
-def test_four_nodes_of_eight_ranks(verb: str, name: str, across: float, in_node: float) -> None:
-    """Eight rails share each card; in the node the ranks meet twice."""
+def test_four_nodes_of_eight_ranks_have_the_expected_cost(verb: str, name: str, across: float, in_node: float) -> None:
+    """Eight rails share each card; in the node the ranks synchronise twice."""
     _, network = best(verb, name, 4, across * N, LinkCost(1e-5, 8 * 2e-10), 3e-11)
     expected = 2 * 2e-6 + in_node * N * 3e-11 + network
     assert predict_hierarchical(verb, name, 4, 8, N, MACHINE) == pytest.approx(expected)
@@ -51,13 +51,13 @@ def test_one_rank_per_node_has_no_hierarchy(verb: str) -> None:
         assert predict_hierarchical(verb, name, 6, 1, N, MACHINE) == pytest.approx(flat)
 
 
-def test_verbs_without_a_hierarchy() -> None:
+def test_verbs_without_a_hierarchy_are_refused() -> None:
     for verb in set(verbs()) - set(HIERARCHICAL):
         with pytest.raises(UsageError, match=f"{verb} has no hierarchical form; expected one of all_reduce"):
             predict_hierarchical(verb, algorithms(verb)[0], 2, 2, 1, MACHINE)
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match="ranks_per_node must be at least 1"):
         predict_hierarchical("all_reduce", "ring", 2, 0, 1, MACHINE)
     with pytest.raises(UsageError, match="no algorithm 'star'"):

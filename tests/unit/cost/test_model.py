@@ -52,8 +52,8 @@ def check(verb: str, name: str, size: int, segments: int, link: LinkCost, gamma:
 
 
 @every_algorithm
-def test_equals_the_simulation(verb: str, name: str) -> None:
-    """Exactly, up to rounding; or within the bound that is stated, and then exactly while messages are few."""
+def test_the_model_equals_the_simulation(verb: str, name: str) -> None:
+    """Exactly, up to rounding; or within the stated bound, and then exactly for few messages."""
     for size in (*range(1, 18), 24, 31, 33):
         for segments in (1, 2, 3, 5, 8) if find(verb, name).segmented else (1,):
             for link, gamma in MACHINES:
@@ -61,7 +61,7 @@ def test_equals_the_simulation(verb: str, name: str) -> None:
 
 
 @every_algorithm
-def test_equals_the_simulation_of_more_ranks(verb: str, name: str) -> None:
+def test_the_model_equals_the_simulation_of_more_ranks(verb: str, name: str) -> None:
     for size, segments in ((48, 2), (64, 1), (64, 20), (65, 4)):
         if segments == 1 or find(verb, name).segmented:
             check(verb, name, size, segments, *MACHINES[2])
@@ -69,7 +69,7 @@ def test_equals_the_simulation_of_more_ranks(verb: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("verb", "name"), [key for key in lockstep.FORMULAS if key not in APPROXIMATE])
-def test_formulas_equal_the_rounds_that_they_stand_for(verb: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formulas_equal_their_rounds(verb: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (1, 2, 3, 8, 13, 100):
         lockstep.rank_steps.cache_clear()
         written = lockstep.rank_steps(verb, name, size, 1)[0]
@@ -88,8 +88,8 @@ def test_formulas_equal_the_rounds_that_they_stand_for(verb: str, name: str, mon
 
 
 @every_algorithm
-def test_sixteen_thousand_ranks(verb: str, name: str) -> None:
-    """What the simulation could not do: a ring would send 268 million messages."""
+def test_the_model_predicts_sixteen_thousand_ranks(verb: str, name: str) -> None:
+    """Too much for the simulation: a ring would send 268 million messages."""
     few, many = (predict(verb, name, size, N, DEFAULT.network, DEFAULT.gamma) for size in (16, 16384))
     assert 0 < few < many < math.inf
 
@@ -114,7 +114,7 @@ def round_time(segments: int, chunk: float, alpha: float, gamma: float) -> float
 
 
 @given(st.floats(1, 1e9), st.floats(1e-7, 1e-3), st.floats(1e-12, 1e-8))
-def test_segments_are_the_best_within_their_bounds(chunk: float, alpha: float, gamma: float) -> None:
+def test_segments_are_optimal_within_their_bounds(chunk: float, alpha: float, gamma: float) -> None:
     chosen = segments_for(chunk, 3, LinkCost(alpha, 1e-10), gamma)
     if chunk <= LEAST_SEGMENT:
         assert chosen == 1
@@ -122,14 +122,14 @@ def test_segments_are_the_best_within_their_bounds(chunk: float, alpha: float, g
     assert LEAST_SEGMENT <= chunk / chosen <= LARGEST_SEGMENT
     for other in (chosen - 1, chosen + 1):
         if other >= 1 and LEAST_SEGMENT <= chunk / other <= LARGEST_SEGMENT:
-            # One apart at most: the minimum lies between two whole numbers.
+            # They differ by at most one: the minimum is between two integers.
             assert round_time(chosen, chunk, alpha, gamma) <= round_time(other, chunk, alpha, gamma) * 1.07
 
 
 @pytest.mark.parametrize(
     ("rounds", "gamma", "expected"), [(0, 1e-9, 1), (3, 0.0, 1), (3, 1e-9, 32)], ids=["no rounds", "nothing", "32"]
 )
-def test_without_combining_nothing_is_cut(rounds: int, gamma: float, expected: int) -> None:
+def test_without_combining_nothing_is_segmented(rounds: int, gamma: float, expected: int) -> None:
     assert segments_for(1 << 20, rounds, LinkCost(1e-6, 1e-10), gamma) in (expected, 16)  # 16: pieces of 64 KiB
 
 
@@ -154,7 +154,7 @@ def test_pipelines_are_cut_by_their_size() -> None:
     assert segments("binomial_tree", 1 << 20) == 1  # its root sends everything to each child, in pieces or not
 
 
-def test_nothing_is_cut_whose_pieces_would_not_lie_side_by_side() -> None:
+def test_data_is_cut_only_where_pieces_are_contiguous() -> None:
     """Recursive halving sends several chunks in a message; in an all-reduce they are one part of a block."""
     link, gamma = LinkCost(1e-6, 1e-10), 1e-9
     assert best_segments("reduce_scatter", "recursive_halving", 8, 1 << 28, link, gamma) == 1
@@ -177,7 +177,7 @@ def test_segments_for_a_slow_link_are_smaller() -> None:
     ):
         segments = best_segments("all_reduce", name, size, nbytes, link, gamma)
         chunk = nbytes / find("all_reduce", name).regions(size, 1)[0] / segments
-        assert chunk <= 60 << 10 or name == "halving_doubling"  # whose messages are of several chunks
+        assert chunk <= 60 << 10 or name == "halving_doubling"  # its messages have several chunks
 
 
 def test_large_messages_are_cut_for_the_memory_of_their_staging() -> None:
@@ -196,7 +196,7 @@ def test_large_messages_are_cut_for_the_memory_of_their_staging() -> None:
         (("all_reduce", "ring", 2, math.nan), "nbytes must be at least 0, and finite, got nan"),
     ],
 )
-def test_wrong_arguments(arguments: tuple[str, str, int, float], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: tuple[str, str, int, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         predict(*arguments, DEFAULT.network, DEFAULT.gamma)
     with pytest.raises(UsageError, match=message):

@@ -1,4 +1,4 @@
-"""The file of measured times: what it keeps, and what it says about a broken one."""
+"""The file of measured times: its contents, and errors about a broken file."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ FITTED = FittedMachine("Open MPI 5.0", LinkCost(5e-6, 1 / 3e9), None, 1.1e-10)
 TABLE = Table((ENTRY,), (FITTED,))
 
 
-def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_a_table_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "tuning.json"
     TABLE.save(path)
     assert Table.load(path) == TABLE
     assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
 
 
-def test_the_size_decides_who_competes() -> None:
+def test_the_size_decides_which_algorithms_compete() -> None:
     assert ENTRY.competitors(0) == ENTRY.competitors(2048) == TIMES[:2]
     assert ENTRY.competitors(2049) == ENTRY.competitors(8192) == TIMES[2:]
-    assert ENTRY.competitors(8193) == ()  # never measured: not for the table to say
+    assert ENTRY.competitors(8193) == ()  # never measured: the table does not decide
 
 
 def test_times_are_sorted_when_they_are_read() -> None:
@@ -61,12 +61,12 @@ def test_new_measurements_replace_those_of_the_same_place_only() -> None:
     old = Table((ENTRY, other_library), (FittedMachine("Open MPI 5.0", LinkCost(1, 1), LinkCost(2, 2), 3.0),))
     both = old.updated(Table((again, other_place), (FITTED,)))
     assert set(both.entries) == {again, other_library, other_place}
-    # A run on one node cannot measure the network: what is known of it stays.
+    # A run on one node cannot measure the network: earlier times of it stay.
     assert both.machines == (FittedMachine("Open MPI 5.0", FITTED.node, LinkCost(2, 2), FITTED.gamma),)
     assert both.of_library("MPICH 5.0") == Table((other_library,), ())
 
 
-def test_what_was_not_measured_is_as_usual() -> None:
+def test_unmeasured_numbers_have_defaults() -> None:
     assert FITTED.node is not None
     assert (FITTED.machine.node, FITTED.machine.network, FITTED.machine.gamma) == (
         FITTED.node,
@@ -121,7 +121,7 @@ def change(path: str, value: Any) -> dict[str, Any]:
         ("machines.0.network", 3, r"machines\[0\]: network: expected an object"),
     ],
 )
-def test_a_broken_file_says_where(tmp_path: Path, path: str, value: Any, message: str) -> None:
+def test_an_error_locates_the_fault_in_a_file(tmp_path: Path, path: str, value: Any, message: str) -> None:
     file = tmp_path / "broken.json"
     file.write_text(json.dumps(change(path, value)))
     with pytest.raises(UsageError, match=message) as caught:
@@ -130,14 +130,14 @@ def test_a_broken_file_says_where(tmp_path: Path, path: str, value: Any, message
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"7", b"[" * 200_000])
-def test_what_is_no_table_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_other_contents_are_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "broken.json"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=r"broken\.json"):
         Table.load(file)
 
 
-def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+def test_unreadable_and_unwritable_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read .*missing.json.*run 'commlib tune'"):
         Table.load(tmp_path / "missing.json")
     (tmp_path / "file").write_text("")
@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         TABLE.save(tmp_path / "file" / "below.json")
 
 
-def test_a_file_without_end_is_refused() -> None:
+def test_an_endless_file_is_refused() -> None:
     with pytest.raises(UsageError, match=r"cannot read the tuning table /dev/zero .it has more than 64 MiB"):
         Table.load("/dev/zero")
 
@@ -163,7 +163,7 @@ def test_a_private_table_is_for_this_user_alone(tmp_path: Path) -> None:
     assert Table.load(file) == TABLE
 
 
-def test_arrays_of_devices_have_entries_of_their_own() -> None:
+def test_device_arrays_have_their_own_entries() -> None:
     there = replace(ENTRY, device="cuda")
     table = Table((ENTRY, there))
     assert table.find("all_reduce", 4, 8) is ENTRY
@@ -173,7 +173,7 @@ def test_arrays_of_devices_have_entries_of_their_own() -> None:
     assert set(Table((ENTRY,)).updated(Table((there,))).entries) == {ENTRY, there}
 
 
-def test_a_table_of_before_there_were_devices_is_of_the_host() -> None:
+def test_a_table_without_devices_is_for_the_host() -> None:
     data = Table((ENTRY,)).to_dict()
     del data["entries"][0]["device"]
     assert Table.from_dict(data).entries == (ENTRY,)

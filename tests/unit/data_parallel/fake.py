@@ -16,10 +16,10 @@ TIMEOUT = 20.0
 class FakeWork:
     def __init__(self) -> None:
         self.future: Future[Any] = Future()
-        self.seconds = 100.0  # as if it had run that long
+        self.seconds = 100.0  # pretends to have run that long
 
     def done(self) -> bool:
-        return False  # as if slow: what follows queues up behind it
+        return False  # pretends to be slow: later operations queue behind it
 
     def wait(self, timeout: float | None = None) -> Any:
         return self.future.result(timeout or TIMEOUT)

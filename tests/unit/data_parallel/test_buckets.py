@@ -25,26 +25,26 @@ caps = st.floats(1e-5, 0.05)
 
 
 @given(parameters(), caps, caps)
-def test_layout(specs: list[Parameter], first: float, cap: float) -> None:
+def test_every_element_has_one_slot(specs: list[Parameter], first: float, cap: float) -> None:
     buckets = make_buckets(specs, first_bucket_mib=first, bucket_cap_mib=cap)
     assert sorted(p for bucket in buckets for p in bucket.parameters) == list(range(len(specs)))
     for index, bucket in enumerate(buckets):
         assert bucket.index == index
-        taken: set[int] = set()
+        used_cells: set[int] = set()
         for slot in bucket.slots:
             spec = specs[slot.parameter]
             assert (spec.dtype, spec.reduction, spec.count) == (bucket.dtype, bucket.reduction, slot.count)
             assert slot.offset * bucket.itemsize % ALIGNMENT == 0
             cells = {*range(slot.offset, slot.offset + slot.count), slot.flag}
             assert len(cells) == slot.count + 1
-            assert not cells & taken
-            taken |= cells
-        assert max(taken) < bucket.count
+            assert not cells & used_cells
+            used_cells |= cells
+        assert max(used_cells) < bucket.count
         assert [slot.flag for slot in bucket.slots] == list(range(bucket.flags, bucket.flags + len(bucket.slots)))
 
 
 @given(parameters(), caps, caps)
-def test_caps(specs: list[Parameter], first: float, cap: float) -> None:
+def test_buckets_respect_the_caps(specs: list[Parameter], first: float, cap: float) -> None:
     seen = set()
     for bucket in make_buckets(specs, first_bucket_mib=first, bucket_cap_mib=cap):
         kind = (bucket.dtype, bucket.reduction)
@@ -54,7 +54,7 @@ def test_caps(specs: list[Parameter], first: float, cap: float) -> None:
 
 
 @given(parameters(), caps, caps)
-def test_order_is_that_of_backward(specs: list[Parameter], first: float, cap: float) -> None:
+def test_buckets_follow_the_order_of_backward(specs: list[Parameter], first: float, cap: float) -> None:
     buckets = make_buckets(specs, first_bucket_mib=first, bucket_cap_mib=cap)
     completed = [min(bucket.parameters) for bucket in buckets]
     assert completed == sorted(completed, reverse=True)
@@ -78,7 +78,7 @@ def test_dtypes_do_not_mix_and_do_not_cut_each_other() -> None:
     assert [bucket.parameters for bucket in make_buckets(specs)] == [(5, 3, 1), (4, 2, 0)]
 
 
-def test_sizes_in_bytes() -> None:
+def test_buckets_have_sizes_in_bytes() -> None:
     (bucket,) = make_buckets([Parameter("a", 3, "float16", 2), Parameter("b", 33, "float16", 2)])
     assert bucket == Bucket(0, "float16", 2, "mean", bucket.slots, flags=96, count=128)
     assert bucket.nbytes == 256
@@ -91,7 +91,7 @@ def test_caps_must_be_positive(caps: tuple[float, float]) -> None:
 
 
 @given(st.data(), caps, caps)
-def test_order_of_readiness(data: st.DataObject, first: float, cap: float) -> None:
+def test_buckets_follow_the_order_of_readiness(data: st.DataObject, first: float, cap: float) -> None:
     """Buckets are filled, and complete, in the order in which gradients become ready."""
     specs = data.draw(parameters())
     order = data.draw(st.permutations(range(len(specs))))
@@ -115,13 +115,13 @@ def test_an_order_names_every_parameter_once(order: list[int]) -> None:
         make_buckets([Parameter("a", 1, "float32", 4), Parameter("b", 1, "float32", 4)], order=order)
 
 
-def test_what_was_not_ready_comes_last_in_reverse() -> None:
+def test_unready_parameters_come_last_in_reverse() -> None:
     assert complete_order([2, 0], 5) == [2, 0, 4, 3, 1]
     assert complete_order([], 3) == [2, 1, 0]
     assert complete_order([1, 7, 0], 2) == [1, 0]  # 7 is a flag
 
 
-def test_kinds_do_not_mix_and_are_told() -> None:
+def test_kinds_do_not_mix_and_buckets_name_their_kind() -> None:
     """Devices, groups and scales are as good a reason for a bucket of its own as a dtype."""
     kinds = [("cpu", "", 1.0), ("cuda", "", 1.0), ("cpu", "experts", 1.0), ("cpu", "experts", 0.5)]
     specs = [
@@ -133,7 +133,7 @@ def test_kinds_do_not_mix_and_are_told() -> None:
     assert [(bucket.device, bucket.axis, bucket.scale) for bucket in buckets] == kinds[::-1]
 
 
-def test_bytes_that_casting_saved() -> None:
+def test_bytes_saved_by_casting_are_counted() -> None:
     specs = [Parameter("cast", 10, "float16", 2, native_itemsize=4), Parameter("as it is", 7, "float16", 2)]
     (bucket,) = make_buckets(specs)
     assert bucket.saved_nbytes == 20

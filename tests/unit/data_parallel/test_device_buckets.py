@@ -47,12 +47,12 @@ def value(engine, parameter):
 
 @pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 0, 0], [0, 1], [0, 0, 1, 1]])
 @pytest.mark.parametrize("early", [0, 1, 2])
-def test_mean_of_slots(nodes, early):
+def test_slots_hold_the_mean(nodes, early):
     def rank(comm):
         engine = engine_of(comm)
         for step in range(3):
             gradients = [np.arange(spec.count, dtype=np.float32) + 8 * comm.rank + step for spec in SPECS]
-            kept = [put(engine, parameter, gradient) for parameter, gradient in enumerate(gradients)]
+            alive = [put(engine, parameter, gradient) for parameter, gradient in enumerate(gradients)]
             for bucket in range(early):
                 engine.launch(bucket)
             engine.finish(range(early, 2))
@@ -60,7 +60,7 @@ def test_mean_of_slots(nodes, early):
                 mean = np.arange(spec.count, dtype=np.float32) + 8 * (comm.size - 1) / 2 + step
                 np.testing.assert_allclose(value(engine, parameter), np.float32(0.5) * mean, rtol=1e-6)
                 assert engine.used(parameter)
-            del kept
+            del alive
 
     races = LATE.races
     loopback.run(len(nodes), rank, nodes=nodes, config=CONFIG)
@@ -84,7 +84,7 @@ def test_unused_parameters_count_as_zeros():
     loopback.run(2, rank, config=CONFIG)
 
 
-def test_host_and_device_buckets_side_by_side():
+def test_host_and_device_buckets_can_be_mixed():
     def rank(comm):
         engine = engine_of(comm, MIXED)
         put(engine, 0, np.ones(5, np.float32))
@@ -97,7 +97,7 @@ def test_host_and_device_buckets_side_by_side():
     loopback.run(2, rank, config=CONFIG)
 
 
-def test_buckets_move_aside_and_back():
+def test_buckets_can_move_to_other_memory_and_back():
     def rank(comm):
         engine = engine_of(comm)
         for aside in (True, False):
@@ -112,7 +112,7 @@ def test_buckets_move_aside_and_back():
     loopback.run(2, rank, config=CONFIG)
 
 
-def test_flags_that_are_not_waited_for_are_seen(monkeypatch):
+def test_a_missing_wait_for_flags_is_detected(monkeypatch):
     """The flags of the step before, or poison, must not pass for those of this one."""
 
     def rank(comm):
@@ -127,18 +127,18 @@ def test_flags_that_are_not_waited_for_are_seen(monkeypatch):
         loopback.run(2, rank, config=CONFIG)
 
 
-def test_a_gradient_that_another_stream_writes_is_not_taken_too_soon(monkeypatch):
+def test_gradients_written_by_another_stream_are_waited_for(monkeypatch):
     """Launching is ordered after the stream that wrote the slots."""
     monkeypatch.setattr(LATE, "delay", 0.05)
 
     def rank(comm):
         engine = engine_of(comm)
         with LATE.using(LATE.stream()):
-            kept = [put(engine, i, np.full(count, comm.rank, np.float32)) for i, count in enumerate((5, 300))]
+            alive = [put(engine, i, np.full(count, comm.rank, np.float32)) for i, count in enumerate((5, 300))]
             engine.launch(0)
             engine.launch(1)
         engine.finish(())
-        del kept  # copies from them are queued until then
+        del alive  # copies from them are still queued before
         np.testing.assert_array_equal(value(engine, 1), np.full(300, 0.25, np.float32))
 
     loopback.run(2, rank, config=CONFIG)
@@ -146,10 +146,10 @@ def test_a_gradient_that_another_stream_writes_is_not_taken_too_soon(monkeypatch
 
 @pytest.mark.parametrize("scheme", [AllToAll(Blocks()), PowerSGD(rank=2), AllGather(TopK(0.5), dense_below=100)])
 @pytest.mark.parametrize("early", [0, 2])
-def test_compressed_buckets_have_the_bits_of_the_host(scheme, early):
+def test_compressed_buckets_match_the_bits_of_the_host(scheme, early):
     def rank(comm):
         shapes = {"a": (5,), "b": (15, 20)}
-        found = []
+        results = []
         for device in ("cpu", "late"):
             specs = [
                 Parameter(name, int(np.prod(shape)), "float32", 4, device=device) for name, shape in shapes.items()
@@ -176,15 +176,15 @@ def test_compressed_buckets_have_the_bits_of_the_host(scheme, early):
                     slot = engine.slot(parameter)
                     values.append(slot.copy() if device == "cpu" else value(engine, parameter))
             assert engine.statistics.sent_bytes > 0
-            found.append((values, compression.state()))
-        assert_same(found[1], found[0])
+            results.append((values, compression.state()))
+        assert_same(results[1], results[0])
 
     races = LATE.races
     loopback.run(2, rank, config=CONFIG)
     assert LATE.races == races
 
 
-def test_a_device_that_this_process_has_not_is_named():
+def test_a_missing_device_is_named():
     bucket = make_buckets([Parameter("a", 5, "float32", 4, device="moon")])[0]
     with pytest.raises(UsageError, match="'moon'"):
         BucketMemory(bucket, lambda *_: np.zeros(1))

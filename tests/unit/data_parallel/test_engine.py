@@ -20,7 +20,7 @@ TINY = 64 / 2**20
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("early", [0, 1, 3])
-def test_mean_of_slots(size: int, early: int) -> None:
+def test_slots_hold_the_mean(size: int, early: int) -> None:
     def rank(comm: FakeComm) -> None:
         engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         assert len(engine.buckets) == 3
@@ -45,7 +45,7 @@ def test_mean_of_slots(size: int, early: int) -> None:
 
 
 @pytest.mark.parametrize("cached_bytes", [0, 1 << 20])
-def test_write_copies_into_the_slot_whichever_way(cached_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_copies_into_the_slot_by_every_method(cached_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commlib.data_parallel.bucket_reducer.CACHED_BYTES", cached_bytes)
 
     def rank(comm: FakeComm) -> None:
@@ -62,7 +62,7 @@ def test_write_copies_into_the_slot_whichever_way(cached_bytes: int, monkeypatch
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_unused_contributes_zeros_and_flags_tell_who_used_what(size: int) -> None:
+def test_unused_parameters_count_as_zeros_and_flags_show_users(size: int) -> None:
     def rank(comm: FakeComm) -> None:
         engine = BucketReducer(comm, make_buckets(SPECS))
         for parameter in range(3):
@@ -74,7 +74,7 @@ def test_unused_contributes_zeros_and_flags_tell_who_used_what(size: int) -> Non
         assert set(engine.slot(0)) == {6.0}
         assert set(engine.slot(1)) == {6.0 / size}
         assert set(engine.slot(2)) == {0.0}
-        engine.finish(range(1))  # flags do not stick
+        engine.finish(range(1))  # flags are cleared
         assert all(engine.used(parameter) for parameter in range(3))
 
     FakeWorld(size).run(rank)
@@ -90,7 +90,7 @@ def test_one_rank_reduces_nothing() -> None:
     FakeWorld(1).run(rank)
 
 
-def test_nothing_launched_early_needs_no_other_thread() -> None:
+def test_without_early_launches_there_is_no_other_thread() -> None:
     def rank(comm: FakeComm) -> None:
         engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         engine.finish(range(3))
@@ -117,7 +117,7 @@ def test_a_failed_reduction_is_raised_and_leaves_nothing_in_flight() -> None:
     FakeWorld(2).run(rank)
 
 
-def test_sum_is_a_reduction_too() -> None:
+def test_buckets_can_be_summed() -> None:
     def rank(comm: FakeComm) -> None:
         engine = BucketReducer(comm, make_buckets([Parameter("a", 2, "float32", 4, "sum")]))
         engine.slot(0)[:] = 1.5
@@ -132,9 +132,7 @@ def test_sum_is_a_reduction_too() -> None:
     ("on_node", "threads", "cores", "overlap"),
     [(4, 1, 1, False), (2, 1, 1, True), (1, 1, 1, True), (4, 2, 2, False), (4, 1, 2, True)],
 )
-def test_overlap_pays_across_nodes_and_with_cores_to_spare(
-    on_node: int, threads: int, cores: int, overlap: bool
-) -> None:
+def test_overlap_pays_across_nodes_and_with_spare_cores(on_node: int, threads: int, cores: int, overlap: bool) -> None:
     comm = SimpleNamespace(size=4, node=lambda: SimpleNamespace(size=on_node))
     assert overlap_pays(comm, threads=threads, cores=cores) is overlap
 
@@ -146,7 +144,7 @@ def split(comm: Communicator, color: int) -> Communicator:
 
 
 @pytest.mark.parametrize("kind", ["mapping", "function"])
-def test_groups_of_ranks(kind: str) -> None:
+def test_each_group_has_its_buckets(kind: str) -> None:
     """Buckets of several groups, in one order of launches: each is reduced over its own ranks."""
     specs = [
         Parameter("expert", 6, "float32", 4, axis="pairs"),
@@ -175,7 +173,7 @@ def test_groups_of_ranks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_scale_is_for_values_and_not_for_flags(size: int) -> None:
+def test_the_scale_applies_to_values_and_not_to_flags(size: int) -> None:
     def rank(comm: FakeComm) -> None:
         specs = [Parameter("a", 3, "float64", 8, scale=-2.0), Parameter("b", 2, "float64", 8, scale=-2.0)]
         engine = BucketReducer(comm, make_buckets(specs))
@@ -189,7 +187,7 @@ def test_scale_is_for_values_and_not_for_flags(size: int) -> None:
 
 
 class Compressed(FakePlan):
-    """Says of itself what it sends, differently each time."""
+    """Reports a different number of sent bytes each time."""
 
     sent_bytes, uncompressed_bytes = 0, 1000
 
@@ -199,8 +197,8 @@ class Compressed(FakePlan):
 
 
 @pytest.mark.parametrize("early", [0, 1, 2])
-def test_plans_of_the_callers(early: int) -> None:
-    """A function makes what reduces a bucket; what it says about bytes is believed."""
+def test_callers_can_supply_plans(early: int) -> None:
+    """A function creates the plan of a bucket; its byte count is reported."""
 
     def rank(comm: FakeComm) -> None:
         def make(bucket: Bucket, array: Any) -> FakePlan:
@@ -223,32 +221,32 @@ def test_plans_of_the_callers(early: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_bucket_moves_and_what_it_had_stays_where_it_was(size: int) -> None:
-    """Whoever still looks at old gradients sees no new ones; one rank may move what the others do not."""
+def test_a_moved_bucket_leaves_its_old_memory_unchanged(size: int) -> None:
+    """Old views keep the old gradients; one rank may move a bucket that the others do not."""
 
     def rank(comm: FakeComm) -> None:
         engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         bucket = next(bucket.index for bucket in engine.buckets if 1 in bucket.parameters)
-        home, kept = engine.slot(1).ctypes.data, []
+        home, old_views = engine.slot(1).ctypes.data, []
         for turn in range(4):
             if comm.rank == 0:
                 engine.move(bucket, aside=turn < 3)
                 assert engine.is_private(bucket) == (turn < 3)
-            kept.append(engine.slot(1))
+            old_views.append(engine.slot(1))
             for parameter in range(3):
                 engine.slot(parameter)[:] = turn + comm.rank
             engine.finish(range(3), {2} if turn == 1 else ())
             assert set(engine.slot(1)) == {turn + (size - 1) / 2}
             assert engine.used(1) and engine.used(2) == (turn != 1)
         if comm.rank == 0:
-            assert [set(values) for values in kept] == [{turn + (size - 1) / 2} for turn in range(4)]
-            assert kept[3].ctypes.data == home
+            assert [set(values) for values in old_views] == [{turn + (size - 1) / 2} for turn in range(4)]
+            assert old_views[3].ctypes.data == home
 
     FakeWorld(size).run(rank)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_bytes_that_are_sent(size: int) -> None:
+def test_sent_bytes_are_counted(size: int) -> None:
     def rank(comm: FakeComm) -> None:
         engine = BucketReducer(comm, make_buckets([Parameter("a", 250, "float16", 2, native_itemsize=4)]))
         assert engine.buckets[0].nbytes == 576  # 512 for the values, 64 for the flag
@@ -259,22 +257,22 @@ def test_bytes_that_are_sent(size: int) -> None:
     FakeWorld(size).run(rank)
 
 
-def test_what_ran_while_nobody_waited_is_hidden() -> None:
+def test_time_without_a_waiter_is_hidden() -> None:
     def rank(comm: FakeComm) -> None:
         engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
         engine.finish(range(3))
         assert engine.statistics.hidden_seconds == 0  # in this thread
         engine.launch(0)
         engine.launch(1)
-        engine.finish(range(2, 3))  # the fake says of three works that each ran 100 s
+        engine.finish(range(2, 3))  # the fake reports 100 s for each of three works
         assert 300 - engine.statistics.exposed_seconds <= engine.statistics.hidden_seconds <= 300
 
     FakeWorld(2).run(rank)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_prefetch_runs_behind_the_reductions_and_is_waited_for(size: int) -> None:
-    """As for parameters that are gathered after a step: in launch order, each awaited by who needs it first."""
+def test_prefetches_follow_the_reductions_and_are_awaited(size: int) -> None:
+    """As for parameters that are gathered after a step: in launch order, each awaited by its first user."""
 
     def rank(comm: Communicator) -> None:
         engine = BucketReducer(comm, make_buckets(SPECS, first_bucket_mib=TINY, bucket_cap_mib=TINY))
@@ -289,11 +287,11 @@ def test_prefetch_runs_behind_the_reductions_and_is_waited_for(size: int) -> Non
             if turn == 0:
                 engine.fetched(1)
                 assert set(arrays[1]) == {2.0 * size}
-                engine.fetched(1)  # no matter
+                engine.fetched(1)  # already fetched: no effect
             if turn == 1:
                 engine.fetched()
                 assert [array[5] for array in arrays] == [size, 2.0 * size, 3.0 * size]
-            engine.finish(range(1, 3))  # waits for those that nobody needed
+            engine.finish(range(1, 3))  # waits for prefetches that nobody used
             assert [set(array) for array in arrays] == [{size}, {2.0 * size}, {3.0 * size}]
             assert set(engine.slot(0)) == {(size - 1) / 2}
 

@@ -23,7 +23,7 @@ ONE_NODE, TWO_NODES = [0, 0], [0, 1]
 
 
 def gradient(rank: int, index: int, step: int = 0) -> np.ndarray:
-    """Small whole numbers, whose means over up to 4 ranks are exact."""
+    """Small integers with exact means over up to 4 ranks."""
     shape = GRADIENTS[index].shape
     return np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) % 7 + 12 * rank + index + step, np.float64)
 
@@ -35,7 +35,7 @@ def mean(size: int, index: int, step: int = 0, used_by: Sequence[int] | None = N
 
 
 def reducer_of(comm: Communicator, gradients: Sequence[Gradient] = GRADIENTS, **options: Any) -> Any:
-    """Return (a reducer with small buckets, where its gradients are)."""
+    """Return (a reducer with small buckets, its gradient values)."""
     more = {name: options.pop(name) for name in ("groups", "sparse", "order") if name in options}
     axes = options.pop("axes", None)
     values = ArrayValues(gradients)
@@ -44,7 +44,7 @@ def reducer_of(comm: Communicator, gradients: Sequence[Gradient] = GRADIENTS, **
 
 
 def backward(reducer: Any, values: Any, given: dict[int, np.ndarray], **end: Any) -> list[np.ndarray | None]:
-    """Run one backward that makes these gradients in the order given; return what became of all."""
+    """Run a backward with these gradients in the given order; return all results."""
     reducer.begin()
     for index, array in given.items():
         values.give(index, array)
@@ -59,10 +59,10 @@ def run(nodes: Sequence[int], rank: Callable[[Communicator], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("nodes", [[0], ONE_NODE, TWO_NODES, [0, 0, 1, 1], [0, 0, 0]])
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"groups": [[0, 3]]}, {"bucket_cap_mib": 1.0}])
-def test_means_of_all_ranks(nodes: Sequence[int], options: dict[str, Any]) -> None:
+def test_reducers_give_means_over_all_ranks(nodes: Sequence[int], options: dict[str, Any]) -> None:
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm, **options)
-        for step in range(4):  # the buckets are made anew after the first step
+        for step in range(4):  # the buckets are created again after the first step
             results = backward(reducer, values, {i: gradient(comm.rank, i, step) for i in (1, 3, 0, 2)})
             for index, result in enumerate(results):
                 np.testing.assert_array_equal(result, mean(comm.size, index, step))
@@ -73,7 +73,7 @@ def test_means_of_all_ranks(nodes: Sequence[int], options: dict[str, Any]) -> No
     run(nodes, rank)
 
 
-def test_buckets_are_launched_while_backward_runs_in_the_order_that_was_learned() -> None:
+def test_buckets_are_launched_during_backward_in_the_learned_order() -> None:
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm)
         assert [bucket.parameters[0] for bucket in reducer.buckets] == [3, 2, 1, 0]
@@ -89,7 +89,7 @@ def test_buckets_are_launched_while_backward_runs_in_the_order_that_was_learned(
     run(TWO_NODES, rank)
 
 
-def test_an_order_that_is_known_beforehand_is_that_of_rank_0() -> None:
+def test_rank_0_sets_a_given_order() -> None:
     def rank(comm: Communicator) -> None:
         reducer, _ = reducer_of(comm, order=[0, 1, 2, 3] if comm.rank == 0 else [3, 2, 1, 0])
         assert reducer.order_is_settled
@@ -99,8 +99,8 @@ def test_an_order_that_is_known_beforehand_is_that_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES])
-def test_a_gradient_that_only_some_ranks_have(nodes: Sequence[int]) -> None:
-    """Zeros count for the others, who get the result; where no rank has one there is none."""
+def test_a_gradient_of_some_ranks_is_averaged(nodes: Sequence[int]) -> None:
+    """The other ranks count as zeros and get the result; a gradient on no rank has no result."""
 
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm)
@@ -115,11 +115,11 @@ def test_a_gradient_that_only_some_ranks_have(nodes: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("nodes", [ONE_NODE, TWO_NODES, [0, 0, 1, 1]])
-def test_where_all_ranks_must_have_the_same_gradients(nodes: Sequence[int]) -> None:
+def test_ranks_must_have_the_same_gradients_if_required(nodes: Sequence[int]) -> None:
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm)
         every = {i: gradient(comm.rank, i) for i in range(3)}
-        for _ in range(2):  # the last one is on no rank, which is agreed on once
+        for _ in range(2):  # the last one is on no rank, which ranks agree on once
             assert backward(reducer, values, every, strict=True)[3] is None
         odd = {i: every[i] for i in ((0, 2) if comm.rank == comm.size - 1 else (0, 1, 2))}
         with pytest.raises(
@@ -132,7 +132,7 @@ def test_where_all_ranks_must_have_the_same_gradients(nodes: Sequence[int]) -> N
     run(nodes, rank)
 
 
-def test_ranks_that_hold_other_gradients_are_told() -> None:
+def test_ranks_with_different_parameters_are_an_error() -> None:
     def rank(comm: Communicator) -> None:
         mine = [*GRADIENTS[:3], Gradient("d", (40, 10 + comm.rank), "float64")]
         with pytest.raises(
@@ -143,7 +143,7 @@ def test_ranks_that_hold_other_gradients_are_told() -> None:
     run(ONE_NODE, rank)
 
 
-def test_an_axis_for_each_bucket() -> None:
+def test_each_bucket_can_have_an_axis() -> None:
     """Experts' gradients are averaged over the ranks that hold the same experts, and scaled as if over all."""
     gradients = [
         Gradient("router", (5,), "float64"),
@@ -155,7 +155,7 @@ def test_an_axis_for_each_bucket() -> None:
     def rank(comm: Communicator) -> None:
         edp = comm.split(comm.rank % 2)
         assert edp is not None
-        # In reverse order an expert's bucket is the last one: flags go beside it.
+        # In reverse order an expert's bucket is the last one: flags get a bucket of their own.
         for order in (None, [3, 2, 0, 1]):
             reducer, values = reducer_of(comm, gradients, axes={"edp": edp}, order=order)
             assert {bucket.axis for bucket in reducer.buckets} == {"", "edp"}
@@ -203,8 +203,8 @@ class Accumulating(ArrayValues):
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("clears", [False, True])
-def test_what_was_reduced_counts_once_along_every_axis(op: str, clears: bool) -> None:
-    """A gradient that is reduced again with what was added to it was scaled again, where its ranks are not all."""
+def test_reduced_gradients_count_once_along_every_axis(op: str, clears: bool) -> None:
+    """A gradient reduced over some ranks only was scaled again when later passes added to it."""
     scale = 0.5 if op == "mean" else 1.0
     gradients = [Gradient("dense", (3,), "float64"), Gradient("expert", (4,), "float64", axis="edp", scale=scale)]
 
@@ -216,7 +216,7 @@ def test_what_was_reduced_counts_once_along_every_axis(op: str, clears: bool) ->
         since = 0
         for step in range(4):
             reducer.begin()
-            there = [0, 1] if step != 2 else [0]  # what earlier passes left is reduced again, too
+            there = [0, 1] if step != 2 else [0]  # gradients of earlier passes are reduced again, too
             for index in there:
                 values.add(reducer, index, np.full(gradients[index].shape, 8.0 * comm.rank + step))
                 reducer.ready(index)
@@ -234,8 +234,8 @@ def test_what_was_reduced_counts_once_along_every_axis(op: str, clears: bool) ->
     loopback.run(4, rank)
 
 
-def test_gradients_of_some_ranks_go_in_buckets_alone() -> None:
-    """Rows were gathered from all ranks, those with other experts, too."""
+def test_gradients_on_an_axis_cannot_be_sparse() -> None:
+    """Rows were gathered from all ranks, also from those with other experts."""
     gradients = [Gradient("dense", (3,), "float64"), Gradient("table", (6, 2), "float64", axis="edp", scale=0.5)]
 
     def rank(comm: Communicator) -> None:
@@ -264,8 +264,8 @@ class Named:
 
 
 @pytest.mark.parametrize("nodes", [[0], ONE_NODE, TWO_NODES, [0, 0, 0], [0, 0, 1, 1]])
-def test_sharded_training_is_training(nodes: Sequence[int]) -> None:
-    """Each rank updates its parts by SGD with momentum, which it keeps for them alone; the parameters are those of one
+def test_sharded_training_matches_one_process(nodes: Sequence[int]) -> None:
+    """Each rank updates its parts by SGD with momentum only for those; the parameters are those of one
     process."""
 
     def rank(comm: Communicator) -> None:
@@ -311,7 +311,7 @@ def test_parts_cover_all_parameters_once() -> None:
     assert all((count == 1).all() for count in covered.values())
 
 
-def test_what_does_not_go_with_sharding() -> None:
+def test_options_that_sharding_excludes_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot be compressed"):
         Options(shard=True, compression="int8")
 
@@ -323,7 +323,7 @@ def test_what_does_not_go_with_sharding() -> None:
     run(ONE_NODE, rank)
 
 
-def test_a_sparse_gradient_that_ranks_learn_of_late_cannot_be_sharded() -> None:
+def test_a_sparse_gradient_detected_late_cannot_be_sharded() -> None:
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm, [GRADIENTS[0], Gradient("table", (6, 2), "float64")], shard=True)
         reducer.begin()
@@ -336,13 +336,13 @@ def test_a_sparse_gradient_that_ranks_learn_of_late_cannot_be_sharded() -> None:
     run(ONE_NODE, rank)
 
 
-def test_results_that_are_kept_stay_what_they_are() -> None:
+def test_earlier_results_do_not_change() -> None:
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm)
-        kept = []
+        results_ = []
         for step in range(4):
-            kept.append(backward(reducer, values, {i: gradient(comm.rank, i, step) for i in range(4)}))
-            for before, results in enumerate(kept):
+            results_.append(backward(reducer, values, {i: gradient(comm.rank, i, step) for i in range(4)}))
+            for before, results in enumerate(results_):
                 for index, result in enumerate(results):
                     np.testing.assert_array_equal(result, mean(2, index, before))
 
@@ -350,8 +350,8 @@ def test_results_that_are_kept_stay_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_rows(op: str) -> None:
-    """Sparse gradients travel as rows; ranks learn of them in the first step, or are told before."""
+def test_sparse_gradients_are_reduced_by_rows(op: str) -> None:
+    """Sparse gradients travel as rows; ranks detect them in the first step, or declare them before."""
 
     def rank(comm: Communicator) -> None:
         gradients = [GRADIENTS[0], Gradient("table", (6, 2), "float64")]
@@ -375,7 +375,7 @@ def test_rows(op: str) -> None:
     run(ONE_NODE, rank)
 
 
-def test_a_rank_that_has_joined_adds_nothing() -> None:
+def test_a_joined_rank_adds_nothing() -> None:
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm)
         for step in range(comm.rank + 1):
@@ -388,8 +388,8 @@ def test_a_rank_that_has_joined_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_rank_that_gives_up_a_backward_tells_the_others(overlap: bool) -> None:
-    """They took what had been ready there for its gradients. One that has joined stands aside."""
+def test_an_abandoned_backward_raises_on_the_other_ranks(overlap: bool) -> None:
+    """They took its finished buckets for gradients. A joined rank does not take part."""
 
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm, overlap=overlap)
@@ -415,8 +415,8 @@ def test_a_rank_that_gives_up_a_backward_tells_the_others(overlap: bool) -> None
     loopback.run(3, rank)
 
 
-def test_accumulation_over_passes() -> None:
-    """With `no_sync`, and with several passes for each step, a reduction has what was given last."""
+def test_gradients_accumulate_over_passes() -> None:
+    """With `no_sync`, and with several passes per step, a reduction has the latest gradients."""
 
     def rank(comm: Communicator) -> None:
         reducer, values = reducer_of(comm, passes_per_step=2)

@@ -18,17 +18,17 @@ def test_reports_are_differences() -> None:
     assert clock.step(now) == StepReport(2, 7.0, 5.0, 2.0, 0.0, 1, 0)
 
 
-def test_more_exposed_than_there_was_time_leaves_nothing_to_compute() -> None:
-    """What was exposed before the clock began, as by a reduction before the first step, is not negative computing."""
+def test_excess_exposed_time_leaves_zero_computing() -> None:
+    """Exposed time before the clock starts, as of an early reduction, does not make computing negative."""
     moments = iter([0.0, 1.0])
     assert StepClock(lambda: next(moments)).step(Statistics(exposed_seconds=4.0)).compute_seconds == 0
 
 
-def test_time_within_is_exposed_once() -> None:
+def test_nested_time_is_exposed_once() -> None:
     statistics = Statistics(exposed_seconds=5.0)
     started = time.perf_counter()
     with pytest.raises(KeyError), statistics.exposing():
         time.sleep(0.01)
-        statistics.exposed_seconds += 100.0  # a part that counts itself
+        statistics.exposed_seconds += 100.0  # a part that counts its own time
         raise KeyError
     assert 5.01 <= statistics.exposed_seconds <= 5 + time.perf_counter() - started

@@ -18,7 +18,7 @@ def partitions(draw: st.DrawFn) -> list[list[int]]:
 
 
 def run_backward(tracker: Tracker, order: list[int], *, sync: bool = True, eager: bool = True) -> tuple[list[int], int]:
-    """Return the launches of one backward, and how many of them came before its end."""
+    """Return the launches of one backward, and how many of them were before its end."""
     tracker.begin(sync=sync, eager=eager)
     launches = [bucket for parameter in order for bucket in tracker.ready(parameter)]
     early = len(launches)
@@ -58,7 +58,7 @@ def test_launches_wait_for_the_end_when_not_eager() -> None:
     assert run_backward(Tracker([[0], [1]]), [0, 1], eager=False) == ([0, 1], 0)
 
 
-def test_missing_are_those_that_were_not_ready() -> None:
+def test_missing_parameters_were_not_ready() -> None:
     tracker = Tracker([[3, 2], [1, 0]])
     tracker.begin()
     tracker.ready(2)
@@ -74,7 +74,7 @@ def test_no_sync_launches_nothing_and_the_next_backward_everything() -> None:
 
 
 @given(st.integers(1, 5), st.lists(st.sampled_from(["backward", "local", "step", "clear"]), max_size=40))
-def test_counts_alone_decide_what_reduces(passes: int, events: list[str]) -> None:
+def test_only_counts_decide_which_backward_reduces(passes: int, events: list[str]) -> None:
     """Two ranks with different graphs make the same decisions; a plain counter is the oracle."""
     trackers = Tracker([[0], [1]], passes_per_step=passes), Tracker([[0], [1]], passes_per_step=passes)
     count, fresh, dirty = 0, False, False
@@ -108,7 +108,7 @@ def test_a_step_without_any_backward_joins_the_others() -> None:
     assert tracker.must_reduce
 
 
-def test_a_gradient_that_is_ready_twice() -> None:
+def test_a_gradient_ready_twice_is_an_error() -> None:
     tracker = Tracker([[0, 1]])
     tracker.begin()
     tracker.ready(0)
@@ -116,7 +116,7 @@ def test_a_gradient_that_is_ready_twice() -> None:
         tracker.ready(0)
 
 
-def test_events_out_of_place() -> None:
+def test_misplaced_events_are_errors() -> None:
     tracker = Tracker([[0]])
     with pytest.raises(RuntimeError, match="outside"):
         tracker.ready(0)
@@ -129,14 +129,14 @@ def test_events_out_of_place() -> None:
         tracker.begin_step()
 
 
-def test_bad_construction() -> None:
+def test_bad_buckets_are_refused() -> None:
     with pytest.raises(ValueError, match="one bucket only"):
         Tracker([[0], [0]])
     with pytest.raises(ValueError, match="at least 1"):
         Tracker([[0]], passes_per_step=0)
 
 
-def test_clearing_gives_up_a_local_backward_that_raised_but_not_a_reducing_one() -> None:
+def test_clearing_drops_a_local_backward_but_not_a_reducing_one() -> None:
     tracker = Tracker([[0]], passes_per_step=2)
     tracker.begin()
     tracker.ready(0)
@@ -158,7 +158,7 @@ def test_the_order_of_the_last_backward_is_remembered() -> None:
 
 
 @given(partitions(), st.data())
-def test_other_buckets_from_one_backward_to_the_next(buckets: list[list[int]], data: st.DataObject) -> None:
+def test_buckets_may_change_between_backwards(buckets: list[list[int]], data: st.DataObject) -> None:
     everything = sorted(parameter for bucket in buckets for parameter in bucket)
     tracker = Tracker([everything])
     order = data.draw(st.permutations(everything))
@@ -169,7 +169,7 @@ def test_other_buckets_from_one_backward_to_the_next(buckets: list[list[int]], d
     assert early == len(buckets)
 
 
-def test_buckets_do_not_change_under_a_backward() -> None:
+def test_buckets_cannot_change_during_a_backward() -> None:
     tracker = Tracker([[0], [1]])
     tracker.begin()
     with pytest.raises(RuntimeError, match="in progress"):

@@ -1,4 +1,4 @@
-"""The device of the tests: that what is forgotten is seen, and what is waited for is right."""
+"""The late device of the tests: missing waits are detected, and correct waits give correct data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.late import LATE, LateArray, LateDevice, engine
 
 @pytest.fixture
 def slow():
-    return LateDevice(delay=0.2)  # in which a busy machine lets this thread look
+    return LateDevice(delay=0.2)  # long enough for this thread to look on a busy machine
 
 
 def test_new_memory_is_poison(slow):
@@ -29,7 +29,7 @@ def test_new_memory_is_poison(slow):
     assert (slow.empty((3,), "int8").peek().view(np.uint8) == 0xA5).all()
 
 
-def test_a_copy_that_is_not_waited_for_is_poison(slow):
+def test_an_unfinished_copy_is_poison(slow):
     array = slow.put(np.arange(4.0))
     assert np.isnan(array.peek()).all()
     np.testing.assert_array_equal(array.numpy(), np.arange(4.0))
@@ -43,22 +43,22 @@ def test_an_overwritten_array_is_poison_until_it_is_written(slow):
     np.testing.assert_array_equal(array.numpy(), np.arange(4.0))
 
 
-def test_what_is_queued_before_still_reads_the_old_values(slow):
+def test_earlier_work_reads_the_old_values(slow):
     array, new = slow.put(np.arange(4.0)), slow.put(np.full(4, 7.0))
-    kept = slow.wrap(array, "x").copy()
+    pending = slow.wrap(array, "x").copy()
     slow.copy(slow.wrap(array, "x"), slow.wrap(new, "x"))
-    np.testing.assert_array_equal(kept.owner.numpy(), np.arange(4.0))
+    np.testing.assert_array_equal(pending.owner.numpy(), np.arange(4.0))
     np.testing.assert_array_equal(array.numpy(), np.full(4, 7.0))
 
 
-def test_another_stream_that_does_not_wait_reads_poison(slow):
+def test_another_stream_without_a_wait_reads_poison(slow):
     array = slow.put(np.arange(4.0))
     with slow.using(slow.stream()):
         copied = slow.wrap(array, "x").copy().owner
         assert np.isnan(copied.numpy()).all()
 
 
-def test_another_stream_that_waits_reads_values(slow):
+def test_another_stream_with_a_wait_reads_values(slow):
     array = slow.put(np.arange(4.0))
     ready = slow.current().record()
     with slow.using(slow.stream()):
@@ -66,7 +66,7 @@ def test_another_stream_that_waits_reads_values(slow):
         np.testing.assert_array_equal(slow.wrap(array, "x").copy().owner.numpy(), np.arange(4.0))
 
 
-def test_host_memory_that_is_written_before_it_was_read_does_not_arrive(slow):
+def test_host_memory_overwritten_before_the_read_does_not_arrive(slow):
     staging, array = slow.staging(4), slow.empty((4,), "uint8")
     staging[:] = 1
     slow.copy(slow.wrap(array, "x"), staging)
@@ -74,7 +74,7 @@ def test_host_memory_that_is_written_before_it_was_read_does_not_arrive(slow):
     assert (array.numpy() != 1).all()
 
 
-def test_what_changes_while_it_is_read_arrives_as_poison(slow, monkeypatch):
+def test_data_that_changes_during_a_read_arrives_as_poison(slow, monkeypatch):
     array, other = slow.put(np.zeros(4)), slow.put(np.ones(4))
     slow.synchronise()
     reading, written = threading.Event(), threading.Event()
@@ -95,7 +95,7 @@ def test_what_changes_while_it_is_read_arrives_as_poison(slow, monkeypatch):
     assert np.isnan(copied.numpy()).all() and slow.races == 1
 
 
-def test_memory_that_is_given_up_is_poison_for_other_streams(slow):
+def test_released_memory_is_poison_for_other_streams(slow):
     array = slow.put(np.arange(4.0))
     slow.synchronise()
     other, gate = slow.stream(), slow.current().record()
@@ -110,15 +110,15 @@ def test_memory_that_is_given_up_is_poison_for_other_streams(slow):
 
 
 def test_a_stream_belongs_to_a_thread(slow):
-    mine, found = slow.stream(), []
+    mine, streams = slow.stream(), []
     with slow.using(mine):
-        thread = threading.Thread(target=lambda: found.append(slow.current()))
+        thread = threading.Thread(target=lambda: streams.append(slow.current()))
         thread.start()
         thread.join()
-        assert slow.current() is mine and found[0] is not mine
+        assert slow.current() is mine and streams[0] is not mine
 
 
-def test_waiting_polls_and_can_be_given_up(slow):
+def test_waiting_polls_and_can_be_stopped(slow):
     array = slow.put(np.arange(4.0))
     polls = []
     wait_for(slow.current().record(), lambda: polls.append(1))
@@ -135,7 +135,7 @@ def test_waiting_ends_when_its_hook_raises(slow):
         wait_for(slow.current().record(), give_up)
 
 
-def test_kernels_give_the_bits_of_the_host(slow):
+def test_kernels_match_the_bits_of_the_host(slow):
     xs = [np.arange(5, dtype=np.float32), np.full(5, 2.5, np.float32)]
     late = [slow.wrap(slow.put(x), "x") for x in xs]
     target = late[0].empty((5,), "float32")
@@ -145,7 +145,7 @@ def test_kernels_give_the_bits_of_the_host(slow):
     assert slow.kernels.squares(late[0]) == 30
 
 
-def test_it_is_no_array_of_the_host():
+def test_a_late_array_is_not_a_host_array():
     array = LATE.put(np.arange(3))
     assert device_of(array) is LATE and device_of(np.arange(3)) is HOST and device_of(b"abc") is HOST
     with pytest.raises(UsageError, match="expected an array"):
@@ -153,7 +153,7 @@ def test_it_is_no_array_of_the_host():
     assert isinstance(array, LateArray) and not hasattr(array, "__array__")
 
 
-def test_arrays_of_a_device_are_cut_and_reshaped():
+def test_device_arrays_can_be_sliced_and_reshaped():
     array = as_contiguous(LATE.put(np.arange(12, dtype=np.int16).reshape(4, 3)), "verb")
     part = array[1:3]
     assert (part.shape, part.nbytes, part.itemsize, len(part)) == ((2, 3), 12, 2, 2)
@@ -166,7 +166,7 @@ def test_arrays_of_a_device_are_cut_and_reshaped():
         array.reshape(5)
 
 
-def test_shared_memory_stays_until_what_was_queued_is_done(slow):
+def test_shared_memory_stays_until_queued_work_is_done(slow):
     segment = slow.share(4096, 0, lambda value: [value])
     slow.synchronise()
     with slow.using(slow.stream()):

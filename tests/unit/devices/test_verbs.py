@@ -22,7 +22,7 @@ from tests.late.stream import LateStream
 from tests.oracles.oracle import REDUCIBLE, combined, values
 
 LAYOUTS = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 0, 1], [0, 0, 1, 1]]
-CONFIG = Config(timeout=20, slot_kib=1, staging_kib=1)  # what is larger than 1 KiB goes in pieces
+CONFIG = Config(timeout=20, slot_kib=1, staging_kib=1)  # arrays above 1 KiB go in pieces
 
 layouts = pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(map(str, nodes)))
 
@@ -50,7 +50,7 @@ def spread(nodes, function, devices=()):
 
 @ways
 @layouts
-def test_reductions(nodes, devices):
+def test_reductions_match_numpy(nodes, devices):
     def check(comm):
         for dtype, op in [("float32", "sum"), ("bfloat16", "mean"), ("bool", "max"), ("int8", "prod")]:
             for shape in ((), (0,), (3, 4), (3000,)):
@@ -65,7 +65,7 @@ def test_reductions(nodes, devices):
 
 @ways
 @layouts
-def test_movement(nodes, devices):
+def test_movement_matches_numpy(nodes, devices):
     def check(comm):
         size = comm.size
         for dtype in ("float32", "bfloat16", "bool"):
@@ -84,7 +84,7 @@ def test_movement(nodes, devices):
 
 
 @ways
-def test_every_dtype(devices):
+def test_every_dtype_matches_numpy(devices):
     def check(comm):
         for dtype, op in REDUCIBLE:
             checks.all_reduce(comm, dtype, (5,), op)
@@ -95,7 +95,7 @@ def test_every_dtype(devices):
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "node"])
-def test_algorithms_by_name(algorithm):
+def test_algorithms_can_be_named(algorithm):
     def check(comm):
         checks.all_reduce(comm, "float32", (3000,), "sum", algorithm)
 
@@ -104,13 +104,13 @@ def test_algorithms_by_name(algorithm):
 
 @ways
 @layouts
-def test_async_twins(nodes, devices):
+def test_async_twins_match(nodes, devices):
     body = lambda comm: checks.every_verb(OnDevice(checks.Twins(comm)))  # noqa: E731
     run(len(nodes), body, nodes=nodes, config=CONFIG, devices=devices)
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
-def test_schedules_on_the_devices_own_memory(verb):
+def test_schedules_run_on_device_memory(verb):
     def check(comm):
         for algorithm in algorithms(verb):
             getattr(checks, verb)(comm, "float32", (600,), algorithm=algorithm)
@@ -118,7 +118,7 @@ def test_schedules_on_the_devices_own_memory(verb):
     spread([0, 0, 1], check, ("late",))
 
 
-def test_a_message_that_does_not_wait_for_the_device_is_seen(monkeypatch, slowly):
+def test_a_message_without_a_wait_for_the_device_is_detected(monkeypatch, slowly):
     def check(comm):
         checks.all_reduce(OnDevice(comm), "float32", (600,), "sum", "ring")
 
@@ -130,7 +130,7 @@ def test_a_message_that_does_not_wait_for_the_device_is_seen(monkeypatch, slowly
 
 @ways
 @pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 1, 1]])
-def test_plans(nodes, devices):
+def test_plans_match_their_verbs(nodes, devices):
     def check(comm):
         xs = [values("float32", (700,), rank) for rank in range(comm.size)]
         x, out, home = LATE.put(xs[comm.rank]), LATE.empty((700,)), LATE.empty((700,))
@@ -146,7 +146,7 @@ def test_plans(nodes, devices):
     run(len(nodes), check, nodes=nodes, config=CONFIG, devices=devices)
 
 
-def test_work_says_when_the_host_is_free_and_when_the_result_is_there(slowly):
+def test_a_work_reports_a_free_host_and_a_ready_result(slowly):
     def check(comm):
         x = LATE.put(np.full(10, comm.rank + 1.0))
         work = comm.all_reduce_async(x, out=x)
@@ -175,7 +175,7 @@ def test_blocking_calls_do_not_wait_for_the_last_copy(slowly):
         assert whole > 1.8 * LATE.delay and returned < whole - LATE.delay / 2
 
 
-def test_calls_of_several_streams_and_threads_are_in_order_with_them():
+def test_calls_follow_the_order_of_their_streams_and_threads():
     def check(comm):
         stream = LATE.stream()
         with LATE.using(stream):
@@ -187,7 +187,7 @@ def test_calls_of_several_streams_and_threads_are_in_order_with_them():
     run(2, check, config=CONFIG)
 
 
-def test_a_result_that_nobody_waits_for_disturbs_nothing():
+def test_a_result_without_a_waiter_disturbs_nothing():
     def check(comm):
         for _ in range(5):
             comm.all_reduce_async(LATE.put(np.ones(700)))
@@ -198,17 +198,17 @@ def test_a_result_that_nobody_waits_for_disturbs_nothing():
 
 
 @ways
-def test_the_memory_of_a_result_is_that_of_the_callers_stream(slowly, devices):
-    """Given up while work is queued that reads it, it was used for something else: it was another stream's."""
+def test_results_use_memory_of_the_callers_stream(slowly, devices):
+    """Memory released while queued work read it was reused, because it belonged to another stream."""
 
     def check(comm):
         with LATE.using(LATE.stream()):
             gathered = comm.all_gather_v(LATE.put(np.full(50, comm.rank + 1.0)))
-            kept = LATE.empty((100,), "float64")
-            LATE.copy(LATE.wrap(kept, "kept"), LATE.wrap(gathered, "gathered"))
+            freed_early = LATE.empty((100,), "float64")
+            LATE.copy(LATE.wrap(freed_early, "kept"), LATE.wrap(gathered, "gathered"))
             del gathered
             comm.all_gather_v(LATE.put(np.ones(50)))
-            np.testing.assert_array_equal(kept.numpy(), np.repeat([1.0, 2.0], 50))
+            np.testing.assert_array_equal(freed_early.numpy(), np.repeat([1.0, 2.0], 50))
 
     run(2, check, config=CONFIG, devices=devices)
 
@@ -218,14 +218,14 @@ def reduce_once(comm):
     np.testing.assert_array_equal(comm.all_reduce(x).numpy(), np.full(10, 3.0))
 
 
-def test_a_missing_wait_of_the_host_is_seen(monkeypatch, slowly):
+def test_a_missing_wait_of_the_host_is_detected(monkeypatch, slowly):
     run(2, reduce_once, config=CONFIG)
     monkeypatch.setattr("commlib.collectives.device.host_staging.wait_for", lambda event, on_wait: None)
     with pytest.raises(AssertionError):
         run(2, reduce_once, config=CONFIG)
 
 
-def test_a_missing_wait_for_the_callers_stream_is_seen(monkeypatch, slowly):
+def test_a_missing_wait_for_the_callers_stream_is_detected(monkeypatch, slowly):
     plain = StagingQueue.run
 
     def hasty(self, text, run, x, ready, target):
@@ -236,7 +236,7 @@ def test_a_missing_wait_for_the_callers_stream_is_seen(monkeypatch, slowly):
         run(2, reduce_once, config=CONFIG)
 
 
-def test_a_missing_wait_for_the_result_is_seen(monkeypatch, slowly):
+def test_a_missing_wait_for_the_result_is_detected(monkeypatch, slowly):
     plain = StagingQueue.run
 
     def hasty(self, text, run, x, ready, target):
@@ -260,7 +260,7 @@ def test_host_and_device_do_not_mix():
     run(2, check, config=CONFIG)
 
 
-def test_ranks_with_arrays_of_different_devices_are_told():
+def test_arrays_on_different_devices_are_an_error():
     def check(comm):
         x = np.ones(3, np.float32)
         with pytest.raises(MismatchError, match="device=late"):
@@ -269,7 +269,7 @@ def test_ranks_with_arrays_of_different_devices_are_told():
     run(2, check, config=CONFIG)
 
 
-def test_ranks_with_other_lengths_are_told_the_whole_length():
+def test_a_length_mismatch_names_the_whole_length():
     def check(comm):
         with pytest.raises(MismatchError, match="a piece of 1000"):
             comm.all_reduce(LATE.put(np.ones(1000 if comm.rank else 2000, np.float32)))
@@ -288,7 +288,7 @@ class StuckEvent:
 
 
 class SilentStream(LateStream):
-    """A stream that does what it is told, and says so as long as it is not stuck."""
+    """A stream that runs its work, and records events as long as it is not stuck."""
 
     stuck = False
 
@@ -297,7 +297,7 @@ class SilentStream(LateStream):
         return StuckEvent() if self.stuck else event
 
 
-def test_a_device_that_does_not_come_is_given_up(monkeypatch, caplog):
+def test_a_stuck_device_times_out(monkeypatch, caplog):
     monkeypatch.setattr("commlib.collectives.device.staging_queue.LAST", 0.2)
     stream = SilentStream()
     monkeypatch.setattr(LATE, "stream", lambda: stream)
@@ -314,7 +314,7 @@ def test_a_device_that_does_not_come_is_given_up(monkeypatch, caplog):
     assert "late has queued work left after 0.2 s" in caplog.text
 
 
-def test_closing_waits_for_what_is_under_way(slowly):
+def test_closing_waits_for_running_work(slowly):
     def check(comm):
         x = LATE.put(np.ones(3))
         comm.all_reduce(x, out=x)
@@ -324,7 +324,7 @@ def test_closing_waits_for_what_is_under_way(slowly):
     run(2, check, config=CONFIG)
 
 
-def test_arguments_are_the_users_own():
+def test_arguments_stay_unchanged():
     def check(comm):
         x = LATE.put(np.ones((2, 3), np.float32))
         result = comm.all_reduce(x)
@@ -338,7 +338,7 @@ def test_arguments_are_the_users_own():
 
 
 @pytest.mark.parametrize("nodes", [[0], [0, 0], [0, 0, 1]])
-def test_symmetric_memory_of_a_device(nodes):
+def test_devices_have_symmetric_memory(nodes):
     def check(comm):
         x = comm.empty((300, 2), "float32", device=LATE)
         assert isinstance(x, LateArray) and x.shape == (300, 2)

@@ -1,4 +1,4 @@
-"""Facts of a machine, read from a made-up one."""
+"""Facts of a machine, read from synthetic files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def test_what_the_system_tells(tmp_path):
+def test_facts_of_the_system_are_read(tmp_path):
     write(tmp_path, FILES)
     host = read_host(tmp_path)
     assert (host.memory, host.yama, host.gpus) == (16384000 << 10, 1, ("NVIDIA H100",))
@@ -44,7 +44,7 @@ def test_what_the_system_tells(tmp_path):
     assert host.shared_memory is None and host.memory_limit is None
 
 
-def test_an_empty_machine(tmp_path):
+def test_an_empty_machine_has_no_facts(tmp_path):
     host = read_host(tmp_path)
     assert host.memory is None and host.yama is None and not host.links and not host.fabrics and not host.gpus
 
@@ -75,27 +75,27 @@ def test_an_empty_machine(tmp_path):
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max"}, (None, None)),
     ],
 )  # fmt: skip
-def test_limits_of_control_groups(tmp_path, files, expected):
+def test_control_groups_limit_cores_and_memory(tmp_path, files, expected):
     write(tmp_path, files)
     host = read_host(tmp_path)
     assert (host.memory_limit, host.memory_used) == expected
 
 
-def test_limits():
+def test_limits_are_read():
     assert set(read_limits()) == set(LIMITS) and all(isinstance(value, int) for value in read_limits().values())
 
 
-def test_variables_that_steer():
-    kept = {"OMPI_MCA_pml": "ob1", "UCX_TLS": "tcp", "OMP_NUM_THREADS": "1", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
+def test_relevant_variables_are_recorded():
+    recorded = {"OMPI_MCA_pml": "ob1", "UCX_TLS": "tcp", "OMP_NUM_THREADS": "1", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
     noise = {"OMPI_MCA_ess_base_jobid": "1", "OMPI_COMM_WORLD_RANK": "0", "HOME": "/", "OMPI_MCA_PREFIXES": "x"}
-    assert control_variables(kept | noise) == kept
+    assert control_variables(recorded | noise) == recorded
 
 
-def test_this_process(monkeypatch):
+def test_facts_of_this_process_are_read(monkeypatch):
     monkeypatch.setenv("COMMLIB_CONFIG", "none")
-    found = read_rank({"COMMLIB_SPINS": "3", "COMMLIB_CONFIG": "none", "PMI_RANK": "2", "PMI_SIZE": "4"})
-    assert (found.rank, found.settings, found.origins) == (2, {"COMMLIB_SPINS": "3"}, {"COMMLIB_SPINS": "environment"})
-    assert found.packages["numpy"] and found.cores and found.start is not None and found.start.size == 4
+    facts = read_rank({"COMMLIB_SPINS": "3", "COMMLIB_CONFIG": "none", "PMI_RANK": "2", "PMI_SIZE": "4"})
+    assert (facts.rank, facts.settings, facts.origins) == (2, {"COMMLIB_SPINS": "3"}, {"COMMLIB_SPINS": "environment"})
+    assert facts.packages["numpy"] and facts.cores and facts.start is not None and facts.start.size == 4
     wrong = read_rank({"COMMLIB_SPINS": "many"})
     assert "COMMLIB_SPINS='many'" in wrong.wrong_settings and wrong.start is None
 
@@ -104,7 +104,7 @@ def stat(name: str, parent: int, ticks: int) -> str:
     return f"1 ({name}) R {parent} 1 1 0 0 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 1"
 
 
-def test_the_load_and_who_makes_it(tmp_path, monkeypatch):
+def test_the_load_and_its_processes_are_read(tmp_path, monkeypatch):
     def grow(seconds):
         write(tmp_path, {"proc/12/stat": stat("a b) c", 1, 1000), f"proc/{os.getpid()}/stat": stat("me", 1, 1000)})
 
@@ -116,6 +116,6 @@ def test_the_load_and_who_makes_it(tmp_path, monkeypatch):
     assert text.startswith("a b) c (process 12, ") and text.endswith("% of a core)")
 
 
-def test_when_a_machine_is_busy():
+def test_a_load_above_the_cores_is_busy():
     assert [is_busy(load, 8) for load in (None, 0.3, 2.0, 2.1, 8.0)] == [False, False, False, True, True]
     assert not is_busy(0.6, 1) and is_busy(0.8, 1)

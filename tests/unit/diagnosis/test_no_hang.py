@@ -1,4 +1,4 @@
-"""Nothing hangs: MPI in a process of its own, and a time limit for what runs in this one."""
+"""Nothing hangs: MPI runs in a process of its own, and code in this process has a time limit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def say(**told):
 """
 
 
-def tried(program: str, seconds: float = 20.0):
+def run_probe(program: str, seconds: float = 20.0):
     return try_alone(seconds, {"PATH": "/bin"}, (sys.executable, "-c", SAY + program))
 
 
-def test_what_it_tells():
+def test_the_probe_reports_its_facts():
     mpi = {"library": "X", "file": "/x", "vendor": "", "abi": "mpich", "seconds": 0.5}
-    found = tried(f"say(mpi={mpi}, peer_reads=True, failure='')")
-    assert found.mpi == MpiFacts("X", "/x", "", "mpich", seconds=0.5) and found.peer_reads is True and not found.failure
+    report = run_probe(f"say(mpi={mpi}, peer_reads=True, failure='')")
+    assert (
+        report.mpi == MpiFacts("X", "/x", "", "mpich", seconds=0.5) and report.peer_reads is True and not report.failure
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,18 +39,18 @@ def test_what_it_tells():
         ("say(mpi=None, peer_reads=None, failure='it runs at SINGLE')", "it runs at SINGLE"),
     ],
 )
-def test_what_goes_wrong(program, failure):
-    found = tried(program)
-    assert found.mpi is None and found.failure.endswith(failure)
+def test_failures_of_the_probe_are_reported(program, failure):
+    report = run_probe(program)
+    assert report.mpi is None and report.failure.endswith(failure)
 
 
-def test_no_process_can_be_started():
+def test_a_process_that_cannot_start_is_reported():
     assert try_alone(5.0, {}, ("/no/such/program",)).failure.startswith("no process to start MPI in: ")
 
 
-def test_it_hangs():
+def test_a_hanging_probe_is_ended():
     began = time.monotonic()
-    assert tried("time.sleep(60)", 1.0).failure == "MPI did not start within 1 s"
+    assert run_probe("time.sleep(60)", 1.0).failure == "MPI did not start within 1 s"
     assert time.monotonic() - began < 20
 
 
@@ -68,24 +70,24 @@ def watched(**values):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
 
 
-def test_a_step_that_takes_too_long_ends_the_process_with_what_is_known():
+def test_a_step_beyond_its_limit_ends_the_process_with_a_report():
     done = watched(text="what is known", limit=0.5, sleeps=60)
     assert done.returncode == -9 and not done.stdout
     assert "what is known" in done.stderr and "this process did not sleep in MPI within 0.5 s" in done.stderr
 
 
-def test_who_is_not_the_first_ends_without_a_word():
+def test_other_ranks_end_silently():
     done = watched(text="", limit=0.5, sleeps=60)
     assert (done.returncode, done.stdout, done.stderr) == (-9, "", "")
 
 
-def test_a_process_that_dies_has_a_last_word():
+def test_a_dying_process_prints_its_report():
     """MPICH dies of a bus error where /dev/shm is full."""
     done = watched(text="what is known", limit=20, sleeps="0); import os; os.kill(os.getpid(), 7")
     assert done.returncode == -7
     assert 'what is known\n- error: this process ended during the step "sleep in MPI"' in done.stderr
 
 
-def test_in_time():
+def test_a_step_in_time_prints_nothing():
     done = watched(text="what is known", limit=20, sleeps=0)
     assert (done.returncode, done.stdout, done.stderr) == (0, "after\n", "")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 MODULES = {"PyTorch": "torch", "Keras": "tensorflow"}
 
 
-def test_the_page_is_that_of_the_table() -> None:
+def test_the_page_matches_the_table() -> None:
     text = composition.PAGE.read_text()
     assert composition.page(text) == text, "python docs/composition.py writes it"
     with pytest.raises(ValueError, match="has no"):
@@ -37,12 +37,12 @@ def test_named_tests_are_collected(framework: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_name_of_no_test_is_found() -> None:
+def test_a_missing_test_is_detected() -> None:
     done = collect(["tests/unit/docs/test_composition.py::test_of_nothing"])
     assert done.returncode != 0 and "not found" in done.stdout + done.stderr
 
 
-def test_a_pair_without_a_test_says_so() -> None:
+def test_a_pair_without_a_test_is_marked() -> None:
     pairs = {("DP", "PP"): composition.Pair("a::b"), ("DP", "TP"): composition.Pair("", "a::c", "no axis")}
     row = composition.matrix(pairs)[2]
     assert row.startswith("| **DP** | works | refused | not tested |")

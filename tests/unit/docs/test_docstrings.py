@@ -101,17 +101,17 @@ def entries(modules: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.inputs.public_docs", *modules]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {name: entry for name, entry in found.items() if not INTERNAL.fullmatch(name)}
+    docs: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {name: entry for name, entry in docs.items() if not INTERNAL.fullmatch(name)}
 
 
 @pytest.mark.parametrize("framework", MODULES)
 def test_public_names_are_documented(framework: str) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"needs {framework}")
-    found = entries(MODULES[framework])
-    assert len(found) > 50
-    lacking = {name: ", ".join(lacks) for name, entry in found.items() if (lacks := faults(name, entry))}
+    docs = entries(MODULES[framework])
+    assert len(docs) > 50
+    lacking = {name: ", ".join(lacks) for name, entry in docs.items() if (lacks := faults(name, entry))}
     assert not lacking
 
 
@@ -133,6 +133,6 @@ def test_public_names_are_documented(framework: str) -> None:
         ("", [], ["docstring"]),
     ],
 )
-def test_what_is_missing_is_found(doc: str, parameters: list[str], expected: list[str]) -> None:
+def test_missing_parts_are_reported(doc: str, parameters: list[str], expected: list[str]) -> None:
     entry = {"doc": doc, "parameters": parameters, "kind": "function"}
     assert faults("commlib.never_called_anywhere", entry) == expected

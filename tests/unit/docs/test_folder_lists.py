@@ -9,7 +9,7 @@ import pytest
 from docs import folders
 
 
-def test_the_page_is_that_of_the_modules() -> None:
+def test_the_page_matches_the_modules() -> None:
     assert folders.PAGE.read_text() == folders.page(), "python docs/folders.py writes it"
 
 

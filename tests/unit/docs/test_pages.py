@@ -1,4 +1,4 @@
-"""The documents say what is so: generated tables, links, decisions."""
+"""The documents are correct: generated tables, links, decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATUS = re.compile(r"\*(2\d{3}-\d\d-\d\d), (in force|superseded|tried, and left
 ON_SITE = {"cluster.md", "ARCHITECTURE.md", "decisions/node.md"}
 
 
-def test_the_table_of_settings_is_that_of_the_code() -> None:
+def test_the_table_of_settings_matches_the_code() -> None:
     text = settings.PAGE.read_text()
     assert settings.page(text) == text, "python docs/settings.py writes it anew"
     assert all(f"`{variable(field.name)}`" in text for field in fields(Config))
@@ -48,9 +48,9 @@ def test_a_page_without_marks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", AT_THE_TOP)
-def test_links_at_the_top_lead_somewhere(name: str) -> None:
-    for found in hooks.LINK.finditer((ROOT / name).read_text()):
-        target = (found[3] or "").partition("#")[0]
+def test_links_in_top_level_documents_resolve(name: str) -> None:
+    for link in hooks.LINK.finditer((ROOT / name).read_text()):
+        target = (link[3] or "").partition("#")[0]
         assert "://" in target or (ROOT / target).exists(), f"{name}: {target}"
 
 
@@ -71,7 +71,7 @@ def test_links_of_the_checkout_become_links_of_the_site(text: str, expected: str
     assert hooks.rewrite(text, "docs/pages/api/x.md", "api/x.md", ON_SITE) == expected
 
 
-def test_a_link_that_leads_nowhere_is_an_error() -> None:
+def test_a_broken_link_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"docs/pages/api/x.md: the link to none.md leads to docs/pages/api/none.md"):
         hooks.rewrite("[a](none.md)", "docs/pages/api/x.md", "api/x.md", ON_SITE)
 
@@ -83,18 +83,18 @@ def headings(text: str) -> list[tuple[str, str]]:
 
 
 def test_every_decision_has_a_date_and_a_status_that_names_decisions() -> None:
-    found = [(path.name, title, body) for path in DECISIONS for title, body in headings(path.read_text())]
-    assert len(found) > 100
-    titles = {title for _, title, _ in found}
-    for name, title, body in found:
+    decisions = [(path.name, title, body) for path in DECISIONS for title, body in headings(path.read_text())]
+    assert len(decisions) > 100
+    titles = {title for _, title, _ in decisions}
+    for name, title, body in decisions:
         status = STATUS.match(body.strip())
         assert status, f"{name}: {title}: expected a date and a status first"
         assert set(re.findall(r'"([^"]+)"', status[3])) <= titles, f"{name}: {title}: no decision of that title"
         assert len(body.strip().splitlines()) > 2, f"{name}: {title}: no reason"
 
 
-def test_a_warning_fails_the_part_of_ci_that_builds_the_documents(tmp_path: Path) -> None:
-    """mkdocs counts no warnings under --quiet: two pages without a place in the navigation were not noticed."""
+def test_a_warning_fails_the_build_of_documents(tmp_path: Path) -> None:
+    """mkdocs counts no warnings under --quiet: two pages missing from the navigation were not noticed."""
     (command,) = (check.command for check in matrix.CHECKS if check.name == "docs")
     (validation,) = re.findall(r"^validation:\n(?: .*\n)+", (ROOT / "docs/mkdocs.yml").read_text(), re.MULTILINE)
     (tmp_path / "docs").mkdir()

@@ -1,4 +1,4 @@
-"""The module files, the container and the batch script in examples/cluster: as far as they can be tried anywhere."""
+"""The module files, the container and the batch script in examples/cluster: as far as any machine can test them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def container() -> dict[str, str]:
     return sections((HERE / "commlib.def").read_text())
 
 
-def test_the_container_has_what_apptainer_knows(container: dict[str, str]) -> None:
+def test_the_container_uses_only_sections_of_apptainer(container: dict[str, str]) -> None:
     known = {"", "files", "post", "environment", "runscript", "test", "labels", "help"}
     assert set(container) == known
     header = [line.split(": ") for line in container[""].splitlines() if line and not line.startswith("#")]
     assert dict(header) == {"Bootstrap": "docker", "From": "debian:12-slim"}
 
 
-def test_what_the_container_copies_is_there_and_is_enough_to_install(container: dict[str, str]) -> None:
+def test_files_copied_into_the_container_suffice_to_install(container: dict[str, str]) -> None:
     copied = dict(line.split() for line in container["files"].splitlines() if line.strip())
     assert all((ROOT / source).exists() and to == f"/opt/source/{source}" for source, to in copied.items())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -48,11 +48,11 @@ def test_what_the_container_copies_is_there_and_is_enough_to_install(container: 
 
 
 @pytest.mark.parametrize("section", ["post", "environment", "runscript", "test"])
-def test_the_containers_scripts_are_scripts(container: dict[str, str], section: str) -> None:
+def test_scripts_of_the_container_parse(container: dict[str, str], section: str) -> None:
     subprocess.run(["sh", "-n"], input=container[section], text=True, check=True)
 
 
-def test_the_containers_packages_are_debians(container: dict[str, str]) -> None:
+def test_packages_of_the_container_exist_in_debian(container: dict[str, str]) -> None:
     if shutil.which("apt-cache") is None or 'VERSION_ID="12"' not in Path("/etc/os-release").read_text():
         pytest.skip("this is not Debian 12")
     (line,) = re.findall(r"apt-get install (.*)", container["post"])
@@ -63,21 +63,21 @@ def test_the_containers_packages_are_debians(container: dict[str, str]) -> None:
     assert re.findall(r"^Package: (.*)", done.stdout, re.MULTILINE) == packages
 
 
-def test_jobs_in_the_container_find_the_kernels_that_it_has(container: dict[str, str]) -> None:
+def test_jobs_in_the_container_find_its_kernels(container: dict[str, str]) -> None:
     exported = dict(re.findall(r"export (\w+)=(\S*)", container["environment"]))
     warm = re.findall(r"COMMLIB_KERNELS=(\S+) \S+/commlib warm (.*)", container["post"])
     assert warm == [(exported["COMMLIB_KERNELS"], f"--all --cpu {CPU}")]
     assert {name: exported[name] for name in settings_for(CPU)} == settings_for(CPU)
 
 
-def test_both_module_files_set_the_same() -> None:
+def test_both_module_files_set_the_same_variables() -> None:
     lua, tcl = (HERE / "commlib.lua").read_text(), (HERE / "commlib.tcl").read_text()
     (root,) = re.findall(r'^local root = "(\S+)"', lua, re.MULTILINE)
     calls = re.findall(r'^setenv\("(\w+)", (.*?)\)(?:\s+--.*)?$', lua, re.MULTILINE)
 
     def value(text: str) -> str:
-        if found := re.fullmatch(r'pathJoin\(root, "(\w+)"\)', text):
-            return f"{root}/{found[1]}"
+        if match := re.fullmatch(r'pathJoin\(root, "(\w+)"\)', text):
+            return f"{root}/{match[1]}"
         return root if text == "root" else text.strip('"')
 
     by_lua = {name: value(text) for name, text in calls}
@@ -98,7 +98,7 @@ ModulesHelp
 """
 
 
-def test_the_module_file_in_tcl_runs(tmp_path: Path) -> None:
+def test_the_tcl_module_file_runs(tmp_path: Path) -> None:
     if shutil.which("tclsh") is None:
         pytest.skip("there is no tclsh")
     (tmp_path / "stubs.tcl").write_text(STUBS)
@@ -110,7 +110,7 @@ def test_the_module_file_in_tcl_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == expected + [f"set {name} {value}" for name, value in SETTINGS.items()]
 
 
-def test_the_batch_script_is_one_and_starts_what_is_there() -> None:
+def test_the_batch_script_parses_and_starts_existing_files() -> None:
     script = HERE / "requeue.sbatch"
     subprocess.run(["bash", "-n", str(script)], check=True)
     text = script.read_text()

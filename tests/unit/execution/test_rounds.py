@@ -1,4 +1,4 @@
-"""Rounds of messages as one compiled call: here what moves them are functions of this test, called as a library's."""
+"""Rounds of messages as one compiled call; functions of this test stand in for the message library."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _Test = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.POI
 
 
 class Library:
-    """Moves messages: each handle is a number; one that is started is complete when it has been asked `patience` times.
+    """Moves messages: each handle is a number; a started one is complete after `patience` tests.
 
-    It writes down what happens. code: what it returns to the next call of `start` or `test`.
+    It records its calls. code: the return value of the next call of `start` or `test`.
     """
 
     def __init__(self, patience: int, arrive: Callable[[int], None]) -> None:
@@ -63,7 +63,7 @@ class Messages:
 
 
 class Setting:
-    """Two rounds: what arrives in each is added to a buffer; in the second one of no messages of its own as well."""
+    """Two rounds: arrived data is added to a buffer; the second round also adds a buffer without a message."""
 
     def __init__(self, patience: int = 1) -> None:
         self.buffer, self.arrivals = np.zeros(3, np.float32), np.zeros((2, 3), np.float32)
@@ -85,7 +85,7 @@ def never() -> None:
     raise AssertionError("this wait is short")
 
 
-def test_rounds_start_in_order_and_combine_what_has_come() -> None:
+def test_rounds_start_in_order_and_combine_arrived_data() -> None:
     setting = Setting()
     x, y = np.array([1, 2, 3], np.float32), np.zeros(3, np.float32)
     for _ in range(2):
@@ -95,14 +95,14 @@ def test_rounds_start_in_order_and_combine_what_has_come() -> None:
     assert setting.library.started == [(1, 2), (3,)] * 2
 
 
-def test_without_arrays_the_buffer_is_what_is_reduced() -> None:
+def test_without_arrays_the_buffer_is_reduced() -> None:
     setting = Setting()
     setting.buffer[:] = 1
     assert setting.rounds.run(never)
     assert (setting.buffer == 111).all()
 
 
-def test_a_long_wait_looks_around_and_starts_nothing_twice() -> None:
+def test_a_long_wait_calls_its_hook_and_starts_nothing_twice() -> None:
     setting = Setting(patience=10**9)
     x, y = np.ones(3, np.float32), np.zeros(3, np.float32)
 
@@ -115,7 +115,7 @@ def test_a_long_wait_looks_around_and_starts_nothing_twice() -> None:
     assert (y == 111).all() and setting.library.started == [(1, 2), (3,)]
 
 
-def test_other_marks_leave_the_target() -> None:
+def test_other_marks_do_not_write_the_target() -> None:
     setting = Setting()
     x, y = np.ones(3, np.float32), np.zeros(3, np.float32)
     setting.library.arrive = lambda number: setting.marks.fill(6)
@@ -123,7 +123,7 @@ def test_other_marks_leave_the_target() -> None:
     assert not y.any()
 
 
-def test_who_gives_up_gives_up_the_round_that_is_under_way() -> None:
+def test_an_exception_cancels_the_running_round() -> None:
     setting = Setting(patience=10**9)
 
     def give_up() -> None:
@@ -138,7 +138,7 @@ def test_who_gives_up_gives_up_the_round_that_is_under_way() -> None:
 
 
 @pytest.mark.parametrize(("where", "given_up"), [("start", [0, 0]), ("test", [1, 0])])
-def test_what_the_library_refuses_is_an_error(where: str, given_up: list[int]) -> None:
+def test_an_error_code_of_the_library_is_raised(where: str, given_up: list[int]) -> None:
     setting = Setting()
     setting.library.code[where] = 42
     with pytest.raises(TransportError, match="42"):

@@ -33,14 +33,14 @@ def test_copies_run_in_order_between_regions():
     assert first.array.tolist() == [0, 1, 0, 1] and second.array.tolist() == [0, 0, 0, 1]
 
 
-def test_a_rank_may_send_to_itself_and_send_nothing():
+def test_a_rank_may_send_to_itself_or_nothing():
     region = Region(np.arange(4.0), even(4, 2))
     rounds = [Round((Send(0, Span(0, 1)), Send(0, EMPTY)), (Recv(0, Span(1, 2)), Recv(0, EMPTY)))]
     execute(one_rank(rounds, [region]), [[region]], transports(1)[0], tag=1, on_wait=on_wait)
     assert region.array.tolist() == [0, 1, 0, 1]
 
 
-def test_a_span_that_crosses_regions_is_no_memory():
+def test_a_span_across_regions_is_an_error():
     regions = [Region(np.zeros(2), even(2, 2)), Region(np.zeros(2), even(2, 2))]
     rounds = [Round(copies=(Copy(Span(0, 2), Span(1, 3)),))]
     with pytest.raises(Exception):  # noqa: B017  # whatever it is, it must not write beyond
@@ -73,7 +73,7 @@ def all_ranks(size, function):
         raise failures[0]
 
 
-def test_the_operands_order_is_by_rank_so_all_ranks_get_the_same_bits():
+def test_operands_are_ordered_by_rank_so_all_ranks_get_the_same_bits():
     terms = np.random.default_rng(0).normal(size=(5, 1000)).astype(np.float32)
     results = {}
 
@@ -88,7 +88,7 @@ def test_the_operands_order_is_by_rank_so_all_ranks_get_the_same_bits():
     assert len(set(results.values())) == 1
 
 
-def test_uneven_chunks_some_of_them_empty():
+def test_chunks_may_be_uneven_or_empty():
     def use(end):
         data = np.full(6, -1)
         layout = uneven([0, 5, 0, 1])
@@ -101,7 +101,7 @@ def test_uneven_chunks_some_of_them_empty():
 
 
 class Requests:
-    """A transport that knows what was posted."""
+    """A transport that counts posted requests."""
 
     def __init__(self, end):
         self.end, self.rank, self.size, self.made = end, end.rank, end.size, []
@@ -120,7 +120,7 @@ class Requests:
         return getattr(self.end, name)
 
 
-def test_what_idle_raises_ends_the_wait_and_cancels_what_was_posted():
+def test_an_exception_in_the_wait_hook_cancels_posted_requests():
     end = Requests(transports(2)[0])
 
     def give_up():
@@ -135,7 +135,7 @@ def test_what_idle_raises_ends_the_wait_and_cancels_what_was_posted():
 
 
 @pytest.mark.parametrize("tag", [0, 7, 2**61])
-def test_tags_keep_programs_apart(tag):
+def test_tags_separate_programs(tag):
     """Two programs in flight between the same ranks, in opposite orders."""
 
     def use(end):
@@ -158,7 +158,7 @@ def test_tags_keep_programs_apart(tag):
 
 @pytest.mark.parametrize("number", [1, 2, 3, 9])
 @pytest.mark.parametrize("name", ["ring", "halving_doubling", "direct", "recursive_doubling"])
-def test_blocks_run_at_once_and_give_what_one_gives(name, number):
+def test_concurrent_blocks_match_one_block(name, number):
     terms = np.random.default_rng(1).integers(0, 100, size=(3, 1001)).astype(np.float32)
 
     def use(end):
@@ -171,8 +171,8 @@ def test_blocks_run_at_once_and_give_what_one_gives(name, number):
     all_ranks(3, use)
 
 
-def test_no_more_blocks_are_under_way_than_the_window_allows():
-    """Each takes memory for what arrives; and a window of one would not overlap anything."""
+def test_the_window_limits_running_blocks():
+    """Each block needs memory for arriving data; a window of one would not overlap anything."""
     most = [0]
 
     class Counting:
@@ -202,7 +202,7 @@ def test_no_more_blocks_are_under_way_than_the_window_allows():
     assert 1 < most[0] <= WINDOW
 
 
-def test_slices_of_uneven_chunks():
+def test_uneven_chunks_can_be_sliced():
     def use(end):
         layout = uneven([7, 0, 5, 100])
         data = np.zeros(112)
@@ -218,7 +218,7 @@ def test_slices_of_uneven_chunks():
 
 
 def test_many_operands_are_combined_at_once_and_rounded_once():
-    """Half precision may travel as it is where no partial sum does: 2048 + 1 + 1 is 2050 in float16, not 2048."""
+    """Half precision may travel unconverted where no partial sum does: 2048 + 1 + 1 is 2050 in float16, not 2048."""
     terms = np.array([[2048], [1], [1]], np.float16)
 
     def use(end):

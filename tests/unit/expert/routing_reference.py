@@ -1,4 +1,4 @@
-"""What routing must give, written from the papers in plain loops: slow, and independent of `commlib.expert.routing`.
+"""Reference of routing, written from the papers in plain loops: slow, and independent of `commlib.expert.routing`.
 
 Switch (2101.03961): top-1, capacity, the load-balancing loss. GShard (2006.16668): second choices after all first ones,
 gates of what a token still has add up to 1. ST-MoE (2202.08906): the z-loss. DeepSeek-V3 (2412.19437): a bias for
@@ -21,7 +21,7 @@ Chosen = dict[tuple[int, int], int]
 
 @dataclass
 class Selection:
-    """What does not change when logits change a little. chosen: before dropping. kept: after it."""
+    """Choices, which do not change with small changes of logits. chosen: before dropping. kept: after it."""
 
     chosen: Chosen = field(default_factory=dict)
     kept: set[tuple[int, int]] = field(default_factory=set)
@@ -36,17 +36,17 @@ def scores_of(experts: Experts, logits: Any) -> Any:
 
 
 def select(experts: Experts, logits: Any, mask: Any = None, bias: Any = None, training: bool = True) -> Selection:
-    """Choose and drop, for the tokens of all ranks together, or of one."""
+    """Choose and drop, for the tokens of all ranks or of one rank."""
     scores = scores_of(experts, logits).astype(np.float32).astype(np.float64)  # equal where they are in float32
     there = [token for token in range(len(scores)) if mask is None or mask[token]]
-    found = Selection()
+    selection = Selection()
     if experts.choice == "expert":
         capacity = experts.capacity(len(there), training=training)
         for expert in range(experts.count):
             for token in sorted(there, key=lambda token: (-scores[token, expert], token))[:capacity]:
-                found.chosen[token, expert] = 0
-        found.kept = set(found.chosen)
-        return found
+                selection.chosen[token, expert] = 0
+        selection.kept = set(selection.chosen)
+        return selection
     size = experts.count // experts.groups
     for place, token in enumerate(there):
         keys = [scores[token, e] + (0.0 if bias is None else float(bias[e])) for e in range(experts.count)]
@@ -57,16 +57,16 @@ def select(experts: Experts, logits: Any, mask: Any = None, bias: Any = None, tr
         if experts.force_balanced:
             order = [(place * experts.top_k + choice) % experts.count for choice in range(experts.top_k)]
         for choice, expert in enumerate(order):
-            found.chosen[token, expert] = choice
+            selection.chosen[token, expert] = choice
     capacity = experts.capacity(len(there), training=training)
     for expert in range(experts.count):
-        mine = [(token, choice) for (token, one), choice in found.chosen.items() if one == expert]
+        mine = [(token, choice) for (token, one), choice in selection.chosen.items() if one == expert]
         if experts.drop == "position":
             mine.sort(key=lambda pair: (pair[1], pair[0]))
         else:
             mine.sort(key=lambda pair: (-scores[pair[0], expert], pair[0]))
-        found.kept |= {(token, expert) for token, _ in mine[:capacity]}
-    return found
+        selection.kept |= {(token, expert) for token, _ in mine[:capacity]}
+    return selection
 
 
 def gates_of(experts: Experts, logits: Any, kept: set[tuple[int, int]]) -> dict[tuple[int, int], float]:
@@ -79,7 +79,7 @@ def gates_of(experts: Experts, logits: Any, kept: set[tuple[int, int]]) -> dict[
 
 
 def balance_of(experts: Experts, logits: Any, chosen: Chosen, mask: Any, sequence: int) -> float:
-    """The loss of all tokens: the mean of that of each sequence, or of all together."""
+    """The loss of all tokens: the mean over sequences, or over all tokens together."""
     scores = scores_of(experts, logits)
     shares = scores / scores.sum(1, keepdims=True) if scores.size else scores
     losses = []

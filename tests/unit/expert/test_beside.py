@@ -1,4 +1,4 @@
-"""Beside: work on a stream of its own is behind what the caller has queued, and the caller's goes on behind it."""
+"""Side streams: work on a stream of its own follows the caller's queued work, and precedes its later work."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copied(x: Any) -> Any:
-    made = stream_alloc(x, x.shape, x.dtype)
-    x.device.copy(made, x)
-    return made
+    copy_ = stream_alloc(x, x.shape, x.dtype)
+    x.device.copy(copy_, x)
+    return copy_
 
 
-def test_in_order() -> None:
-    beside = SideStream(LATE)
+def test_side_work_is_in_order_with_the_caller() -> None:
+    side = SideStream(LATE)
     values = np.arange(1000, dtype=np.float32)
     for _ in range(3):
         x = LATE.wrap(LATE.put(values), "x")
-        started = beside.start(partial(copied, x), x)
+        started = side.start(partial(copied, x), x)
         del x
-        found = started.wait()
-        twice = copied(found)
-        del found  # memory of the caller's stream, on which it is read
+        result = started.wait()
+        twice = copied(result)
+        del result  # memory of the caller's stream, on which it is read
         np.testing.assert_array_equal(LATE.fetch(twice.owner), values)
 
 
-def test_results_are_memory_of_the_callers_stream() -> None:
+def test_results_use_memory_of_the_callers_stream() -> None:
     x, own = LATE.wrap(LATE.put(np.zeros(10, np.float32)), "x"), LATE.current()
     with LATE.using(LATE.stream()):
         assert stream_alloc(x, (3,), np.int32).stream == own
     assert stream_alloc(x, (3,), np.int32).stream == own
 
 
-def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else this file could not fail."""
+def test_a_missing_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise this file could never fail."""
     monkeypatch.setattr("commlib.expert.side_stream.SideWork.wait", lambda self: self.value)
     with pytest.raises(AssertionError):
-        test_in_order()
+        test_side_work_is_in_order_with_the_caller()
     LATE.synchronise()

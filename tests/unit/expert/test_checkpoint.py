@@ -1,4 +1,4 @@
-"""Files of experts: what another optimizer kept is refused, and momentum goes over between frameworks by the rate."""
+"""Files of experts: state of another optimizer is refused, and momentum is converted between frameworks by the rate."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from commlib.expert.checkpoint import MOMENTUM, UPDATE, check_states, momentum
 GRADIENTS = np.array([1.0, -2.0])
 
 
-def test_momentum_in_the_form_it_has_is_as_it_is() -> None:
-    """It was divided by the rate in files, and multiplied by another one behind that: NaN at 0."""
+def test_momentum_in_the_same_form_is_unchanged() -> None:
+    """Files held it divided by one rate, and loading multiplied it by another: NaN at 0."""
     for form in (MOMENTUM, UPDATE):
         np.testing.assert_array_equal(momentum({f"router/{form}": GRADIENTS}, "router", form, 0.0), GRADIENTS)
 
 
-def test_the_next_step_is_that_of_the_other_framework() -> None:
+def test_converted_momentum_gives_the_next_step_of_the_other_framework() -> None:
     """PyTorch's is -rate * 0.9 * momentum, Keras' 0.9 * update, for the rate of that step."""
     rate = 0.25
     update = momentum({"router/momentum": GRADIENTS}, "router", UPDATE, rate)
@@ -26,12 +26,12 @@ def test_the_next_step_is_that_of_the_other_framework() -> None:
 
 
 @pytest.mark.parametrize(("has", "wanted"), [(MOMENTUM, UPDATE), (UPDATE, MOMENTUM)])
-def test_at_a_rate_of_0_none_of_it_would_be_left(has: str, wanted: str) -> None:
+def test_momentum_cannot_be_converted_at_rate_0(has: str, wanted: str) -> None:
     with pytest.raises(UsageError, match="the learning rate, which is 0 now"):
         momentum({f"router/{has}": GRADIENTS}, "router", wanted, 0.0)
 
 
-def test_what_another_optimizer_kept_is_refused() -> None:
+def test_state_of_another_optimizer_is_refused() -> None:
     file = [{"router": GRADIENTS, "router/first": GRADIENTS, "router/second": GRADIENTS, "router/step": GRADIENTS}]
     check_states(file, [{"router": ("first", "second")}], "Adam")
     with pytest.raises(UsageError, match="layer 0: the optimizer state of router in the file is first, second, but"):

@@ -1,4 +1,4 @@
-"""Exchange: rows come to their experts in order, sums come back to their tokens, by every way."""
+"""Exchange: rows reach their experts in order, sums return to their tokens, by every path."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def expected_rows(
 ) -> Array:
     """Return the rows that a rank must get: expert by expert, rank by rank, token by token.
 
-    nodes: of the ranks. Ranks are then in the order of their places in these.
+    nodes: those of the ranks. Ranks are then ordered by their places in the nodes.
     """
     places = nodes and [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
     order = sorted(range(len(xs)), key=lambda rank: (places[rank] if places else 0, rank))
@@ -79,27 +79,27 @@ def check(way: Make, ranks: int, chosen: list[list[Array]], width: int, dtype: s
     def rank_main(comm: Communicator) -> None:
         me = comm.rank
         exchange = way(comm, placement) if ranks > 1 else LocalDispatcher(placement)
-        kept: list[Any] = []
+        passages: list[Any] = []
         for number, layer in enumerate(chosen):
             assigned, x = assign(layer[me]), xs[number][me]
-            passage, rows, came, counts = exchange.dispatch(f"layer {number}", assigned, x, gates[number][me])
+            passage, rows, received, counts = exchange.dispatch(f"layer {number}", assigned, x, gates[number][me])
             np.testing.assert_array_equal(rows, expected_rows(layer, xs[number], placement, me, nodes))
             mine = placement.of_rank(me)
             np.testing.assert_array_equal(counts, [sum(int(one[:, expert].sum()) for one in layer) for expert in mine])
-            sums = exchange.combine(f"layer {number}", passage, rows, came)
+            sums = exchange.combine(f"layer {number}", passage, rows, received)
             weights = np.zeros(layer[me].shape)
             weights.T[layer[me].T] = gates[number][me]
             np.testing.assert_array_equal(sums, (x.astype(np.float64) * weights.sum(1)[:, None]).astype(kind))
-            kept.append((passage, rows, came))
+            passages.append((passage, rows, received))
         for number in reversed(range(len(chosen))):
-            passage, rows, came = kept.pop()
+            passage, rows, received = passages.pop()
             layer, x = chosen[number], xs[number][me]
             np.testing.assert_array_equal(
                 rows, expected_rows(layer, xs[number], placement, me, nodes)
-            )  # nobody wrote there
+            )  # nothing was written there
             again = exchange.combine_back(f"layer {number}", passage, x)
             np.testing.assert_array_equal(again, rows)
-            sums, numbers = exchange.dispatch_back(f"layer {number}", passage, again, came * 2)
+            sums, numbers = exchange.dispatch_back(f"layer {number}", passage, again, received * 2)
             np.testing.assert_array_equal(numbers, gates[number][me] * 2)
             np.testing.assert_array_equal(sums, (x.astype(np.float64) * layer[me].sum(1)[:, None]).astype(kind))
 
@@ -112,28 +112,28 @@ def tables(draw: Any, ranks: int, layers: int) -> list[list[Array]]:
     seed, density = draw(st.integers(0, 1000)), draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
     lengths = draw(st.lists(st.sampled_from([0, 1, 3, 17]), min_size=ranks, max_size=ranks))
     random = np.random.default_rng(seed)
-    found = [[random.random((length, experts)) < density for length in lengths] for _ in range(layers)]
+    assigned_tables = [[random.random((length, experts)) < density for length in lengths] for _ in range(layers)]
     if draw(st.booleans()):
-        for one in found[0]:
+        for one in assigned_tables[0]:
             one[:, 0] = False  # an expert without tokens
-    return found
+    return assigned_tables
 
 
 @pytest.mark.parametrize(
     ("way", "ranks"),
     [("node", 1), ("node", 2), ("node", 3), ("messages", 2), ("messages", 3), ("hierarchical", 4)],
 )
-def test_there_and_back(way: str, ranks: int) -> None:
+def test_rows_return_to_their_tokens(way: str, ranks: int) -> None:
     @settings(max_examples=20, deadline=None)
     @given(tables(ranks, 3), st.sampled_from([1, 5, 64]), st.sampled_from(["float32", "bfloat16", "float64"]))
-    def there_and_back(chosen: list[list[Array]], width: int, dtype: str) -> None:
+    def round_trip(chosen: list[list[Array]], width: int, dtype: str) -> None:
         check(WAYS[way], ranks, chosen, width, dtype, [0, 0, 1, 1] if way == "hierarchical" else None)
 
-    there_and_back()
+    round_trip()
 
 
-def test_regions_are_taken_again() -> None:
-    """Memory is bounded by what is in use at once."""
+def test_regions_are_reused() -> None:
+    """Memory is bounded by concurrent use."""
 
     def rank_main(comm: Communicator) -> int:
         exchange = SharedMemoryDispatcher(comm, ExpertPlacement.even(4, 2))
@@ -149,5 +149,5 @@ def test_regions_are_taken_again() -> None:
         return exchange.regions.nbytes
 
     largest = 2 * 2 * 50 * (8 + 1) * 4  # every token to both experts of a rank
-    for kept in run(2, rank_main):
-        assert kept < 8 * largest
+    for memories in run(2, rank_main):
+        assert memories < 8 * largest

@@ -7,13 +7,13 @@ import numpy as np
 from commlib.expert.layer_values import digest_array
 
 
-def test_digests_of_arrays() -> None:
+def test_arrays_have_digests() -> None:
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
-    found = digest_array(values)
-    assert found.kind == "array float32[2, 3]"
-    assert found.is_writable
-    assert found == digest_array(values.copy())
-    assert found.digest != digest_array(values + 1).digest
+    digest = digest_array(values)
+    assert digest.kind == "array float32[2, 3]"
+    assert digest.is_writable
+    assert digest == digest_array(values.copy())
+    assert digest.digest != digest_array(values + 1).digest
     values.flags.writeable = False
     assert not digest_array(values).is_writable
 

@@ -15,7 +15,7 @@ from commlib.expert.planner import imbalance, plan
 from tests.bodies.loopback import run
 
 
-def test_two_hot_experts_part() -> None:
+def test_two_hot_experts_are_separated() -> None:
     before = ExpertPlacement.even(6, 2)
     after = plan([10, 10, 1, 1, 1, 1], before)
     assert sum(one != other for one, other in zip(before.owners, after.owners, strict=True)) == 2
@@ -23,7 +23,7 @@ def test_two_hot_experts_part() -> None:
     assert (imbalance([10, 10, 1, 1, 1, 1], before), imbalance([10, 10, 1, 1, 1, 1], after)) == (1.75, 1.0)
 
 
-def test_shares_whose_sums_are_rounded() -> None:
+def test_rounded_sums_do_not_move_experts_for_ever() -> None:
     """Two experts changed places for ever: their ranks were as busy, but for the last bit of a sum."""
     load = [share / 24 for share in (9, 9, 1, 1, 1, 1, 1, 1)]
     after = plan(load, ExpertPlacement.even(8, 4))
@@ -31,7 +31,7 @@ def test_shares_whose_sums_are_rounded() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.data())
-def test_no_rank_gets_more_experts_and_none_more_load(ranks: int, each: int, data: st.DataObject) -> None:
+def test_plans_keep_the_number_of_experts_and_reduce_the_load(ranks: int, each: int, data: st.DataObject) -> None:
     before = ExpertPlacement.even(ranks * each, ranks)
     load = data.draw(st.lists(st.integers(0, 20), min_size=ranks * each, max_size=ranks * each))
     after = plan(load, before)
@@ -46,10 +46,10 @@ def test_rows_move_with_their_experts() -> None:
 
     def rank_main(comm: Communicator) -> None:
         own = [array[list(old.of_rank(comm.rank))] for array in whole]
-        found = move_experts(own, old, new, comm)
-        for array, got in zip(whole, found, strict=True):
+        moved = move_experts(own, old, new, comm)
+        for array, got in zip(whole, moved, strict=True):
             np.testing.assert_array_equal(got, array[list(new.of_rank(comm.rank))])
-        back = move_experts(found, new, old, comm)
+        back = move_experts(moved, new, old, comm)
         for mine, got in zip(own, back, strict=True):
             np.testing.assert_array_equal(got, mine)
 

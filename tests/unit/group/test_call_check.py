@@ -1,4 +1,4 @@
-"""Comparing calls across nodes, where no board helps."""
+"""Comparing calls across nodes, where ranks share no board."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ODD = {
 
 @NODES
 @pytest.mark.parametrize("case", ODD)
-def test_a_mismatch_is_seen_by_all_and_the_group_stays_usable(nodes, case):
+def test_a_mismatch_raises_on_all_ranks_and_the_group_stays_usable(nodes, case):
     usual, odd = ODD[case]
 
     def check(comm):
@@ -59,7 +59,7 @@ def test_a_mismatch_on_one_node_leaves_scheduled_verbs_in_step(case):
 
 @NODES
 @pytest.mark.parametrize("case", ODD)
-def test_a_mismatch_after_the_first_calls_is_no_hang(nodes, case):
+def test_a_mismatch_after_the_first_calls_does_not_hang(nodes, case):
     """'auto' compares a group's first calls only, and again when a wait gets long."""
     usual, odd = ODD[case]
 
@@ -68,13 +68,13 @@ def test_a_mismatch_after_the_first_calls_is_no_hang(nodes, case):
             comm.barrier()
         with pytest.raises(MismatchError):
             (odd if comm.rank == 1 else usual)(comm)
-            comm.barrier()  # a rank whose messages all came learns of it at its next wait
+            comm.barrier()  # a rank that received all its messages raises at its next wait
 
     run(len(nodes), check, nodes=nodes, config=Config(timeout=10, check_first=2))
 
 
-def test_a_late_rank_is_no_mismatch():
-    """A long wait makes the others compare; the late rank then does the same, and all goes on."""
+def test_a_late_rank_is_not_a_mismatch():
+    """A long wait makes the others compare; the late rank then does the same, and the call completes."""
     import time
 
     def check(comm):
@@ -86,7 +86,7 @@ def test_a_late_rank_is_no_mismatch():
     run(3, check, nodes=[0, 0, 1], config=Config(timeout=20, check_first=0))
 
 
-def test_always_compares_for_ever():
+def test_always_compares_every_call():
     def check(comm):
         for _ in range(80):
             comm.barrier()
@@ -97,13 +97,13 @@ def test_always_compares_for_ever():
     run(2, check, nodes=[0, 1], config=Config(timeout=10, check="always"))
 
 
-def test_the_error_groups_ranks_by_what_they_call():
+def test_the_error_groups_ranks_by_call():
     text = str(mismatch("world", 7, 2, ["a", "b", "a", "c"]))
     assert "call number 7; this is rank 2" in text
     assert "  ranks 0, 2: a\n  rank 1: b\n  rank 3: c\n" in text
 
 
-def test_compare_messages():
+def test_messages_are_compared():
     import threading
 
     results: dict[tuple[int, int], list[str] | None] = {}
@@ -125,17 +125,17 @@ def test_compare_messages():
 
 
 class Enough(Exception):
-    """It came out of a signal handler, in the middle of a wait."""
+    """Raised by a signal handler, in the middle of a wait."""
 
 
 @pytest.mark.parametrize("calls", [0, 1, 40])
 @pytest.mark.parametrize("waited", [0.0, 1.5])
-def test_a_rank_that_gives_up_in_a_call_is_not_waited_for(calls, waited):
-    """It told only those who came to its next call; those in the same one waited for ever."""
+def test_ranks_do_not_wait_for_an_interrupted_rank(calls, waited):
+    """It notified only ranks in its next call; ranks in the same call waited for ever."""
     import threading
     import time
 
-    gone = threading.Event()
+    interrupted_rank_left = threading.Event()
 
     def check(comm):
         for _ in range(calls):
@@ -147,7 +147,7 @@ def test_a_rank_that_gives_up_in_a_call_is_not_waited_for(calls, waited):
                 watchdog = watch(text, peers)
 
                 def on_wait():
-                    watchdog()  # after a second it tells the others that this rank waits
+                    watchdog()  # after a second it notifies the others that this rank waits
                     if time.monotonic() > until:
                         raise Enough
 
@@ -156,10 +156,10 @@ def test_a_rank_that_gives_up_in_a_call_is_not_waited_for(calls, waited):
             comm.group.watch = interrupted
             with pytest.raises(Enough):
                 comm.barrier()
-            gone.set()
+            interrupted_rank_left.set()
             return
         if comm.rank == 1:
-            assert gone.wait(20)  # until then the call cannot end; rank 0 waits in it
+            assert interrupted_rank_left.wait(20)  # until then the call cannot end; rank 0 waits in it
         expected = r"barrier.*: waited for a rank that will never arrive: .*rank 2 has given up .* half-way by Enough"
         with pytest.raises(PeerError, match=expected):
             comm.barrier()

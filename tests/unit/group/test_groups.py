@@ -23,7 +23,7 @@ def exercise(group):
 @given(
     ranks=st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 2), st.integers(-3, 3)), min_size=1, max_size=5),
 )
-def test_any_split(ranks):
+def test_splits_match_their_colors_and_keys(ranks):
     """Each rank has a node, a color and a key."""
 
     def check(comm):
@@ -41,7 +41,7 @@ def test_any_split(ranks):
     run(len(ranks), check, nodes=[node for node, _, _ in ranks])
 
 
-def test_node():
+def test_node_groups_match_the_nodes():
     def check(comm):
         node = comm.node()
         assert (node.size, node.rank) == ([3, 2][comm.rank % 2], comm.rank // 2)
@@ -52,7 +52,7 @@ def test_node():
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 0, 1]])
-def test_what_cannot_be_pickled_is_refused_before_anything_is_sent(nodes):
+def test_unpicklable_objects_are_refused_before_anything_is_sent(nodes):
     """The others once waited for ever for the length of an object that the root could not pickle."""
 
     def check(comm):
@@ -67,7 +67,7 @@ def test_what_cannot_be_pickled_is_refused_before_anything_is_sent(nodes):
     run(3, check, nodes=nodes)
 
 
-def test_an_object_is_taken_as_it_is_at_the_call():
+def test_an_object_is_pickled_at_the_call():
     def check(comm):
         value = [comm.rank]
         works = [comm.broadcast_object_async(value), comm.all_gather_object_async(value)]
@@ -78,8 +78,8 @@ def test_an_object_is_taken_as_it_is_at_the_call():
     run(2, check)
 
 
-def test_a_closed_group_is_left_alone_by_the_end():
-    """Shutting down after a close told the closed group's board that the rank leaves, and raised IndexError."""
+def test_the_shutdown_ignores_a_closed_group():
+    """Shutting down after a close marked the rank as left on the closed group's board, and raised IndexError."""
 
     def check(comm):
         group = comm.split(0)

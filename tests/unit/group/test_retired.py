@@ -1,7 +1,7 @@
 """Groups that are dropped: their communicators are freed, unless a message of theirs may still come.
 
-MPICH gives a new communicator the place of one that was freed, and with it the messages that nobody took: a new group
-heard the last words of an older one that had failed.
+MPICH reuses the context of a freed communicator, and with it unreceived messages: a new group
+received messages of an older group that had failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def long_wait(group: Any) -> None:
 
 
 @pytest.mark.parametrize("use, freed", [(healthy, True), (failed, False), (long_wait, False)])
-def test_a_dropped_group(use, freed):
+def test_a_dropped_group_is_freed_unless_messages_may_come(use, freed):
     """It is freed once all of its ranks have noted it."""
 
     def work(comm):

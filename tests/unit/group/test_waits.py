@@ -1,4 +1,4 @@
-"""A wait is as long as its call: many short ones, one after another, are no long one."""
+"""A wait is timed per call: many short waits are not one long wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bodies.loopback import run
 
 
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0, 1, 1]])
-def test_many_short_waits_are_no_long_one(nodes):
+def test_many_short_waits_are_not_a_long_wait(nodes):
     """The small all-reduce of a slow training: each waits a little, in the same compiled call, and all is well."""
 
     def body(comm):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from commlib.group.weak_references import make_weak_method
 
 
-def test_a_call_does_nothing_once_the_object_is_gone() -> None:
+def test_a_call_does_nothing_after_the_object_is_freed() -> None:
     seen: list[int] = []
 
     class Listener:
@@ -13,8 +13,8 @@ def test_a_call_does_nothing_once_the_object_is_gone() -> None:
             seen.append(number)
 
     listener = Listener()
-    hear = make_weak_method(listener.hear)
-    hear(1)
+    notify = make_weak_method(listener.hear)
+    notify(1)
     del listener
-    hear(2)
+    notify(2)
     assert seen == [1]

@@ -20,30 +20,30 @@ def row(values, counts=1):
 
 
 @pytest.mark.parametrize("counts", [1, 3])
-def test_it_is_the_statistics_of_all_values(counts):
+def test_combined_statistics_match_all_values(counts):
     parts = [np.random.default_rng(rank).normal(1e4, 0.1, (rows, 3)) for rank, rows in enumerate(ROWS)]
-    found = combine(np.stack([row(part, counts) for part in parts]), 3)
+    combined = combine(np.stack([row(part, counts) for part in parts]), 3)
     whole = np.concatenate(parts)
-    assert found.count.tolist() == [9] * counts
-    np.testing.assert_allclose(found.mean, whole.mean(0), rtol=1e-15 * 9)
+    assert combined.count.tolist() == [9] * counts
+    np.testing.assert_allclose(combined.mean, whole.mean(0), rtol=1e-15 * 9)
     # Means are rounded to 1e-12, of deviations of 0.1. A difference of squares would have lost 10 of 16 digits.
-    np.testing.assert_allclose(found.variance, whole.var(0), rtol=1e-9)
+    np.testing.assert_allclose(combined.variance, whole.var(0), rtol=1e-9)
 
 
 def test_counts_may_differ_between_channels():
     """As they do under a mask; a channel without any value has mean and variance 0."""
     a, b = [1.0, 0, 0, 5, 0, 0, 0, 0, 0], [3.0, 2, 0, 1, 4, 0, 6, 8, 0]
-    found = combine(np.array([a, b], np.float32), 3)
-    assert found.count.tolist() == [4, 2, 0]
-    assert found.mean.tolist() == [2, 4, 0]
+    combined = combine(np.array([a, b], np.float32), 3)
+    assert combined.count.tolist() == [4, 2, 0]
+    assert combined.mean.tolist() == [2, 4, 0]
     # Channel 0: one 5, and three of mean 1 whose squared deviations add up to 6.
-    assert found.variance.tolist() == [(6 + 3 * 1 + 1 * 9) / 4, 4, 0]
-    assert found.mean.dtype == found.variance.dtype == np.float64
+    assert combined.variance.tolist() == [(6 + 3 * 1 + 1 * 9) / 4, 4, 0]
+    assert combined.mean.dtype == combined.variance.dtype == np.float64
 
 
-def test_no_channels():
-    found = combine(np.array([[4.0], [0.0]]), 0)
-    assert found.count.tolist() == [4] and found.mean.shape == found.variance.shape == (0,)
+def test_zero_channels_are_combined():
+    combined = combine(np.array([[4.0], [0.0]]), 0)
+    assert combined.count.tolist() == [4] and combined.mean.shape == combined.variance.shape == (0,)
 
 
 def test_a_single_value_is_refused():
@@ -53,7 +53,7 @@ def test_a_single_value_is_refused():
             check_several("layer", count)
 
 
-def test_running_statistics():
+def test_running_statistics_follow_the_momentum():
     assert running_factors(0.25, 7, 3) == running_factors(0.25, None, 3) == (0.25, 1.5)
     assert running_factors(None, 4, 2) == (0.25, 2.0)  # the plain average of all batches
     average = 0.0
@@ -67,6 +67,6 @@ def test_layers_are_numbered_by_process_set():
     assert [next_layer(one), next_layer(other), next_layer(one)] == [0, 0, 1]
     first = next_layer(None)
     assert next_layer(None) == first + 1
-    del one  # and a set that is gone leaves nothing
+    del one  # and a deleted set leaves no numbers
     gc.collect()
     assert next_layer(other) == 1

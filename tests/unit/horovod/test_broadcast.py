@@ -23,22 +23,22 @@ Pair = namedtuple("Pair", "a b")
 
 @given(st.lists(st.integers(0, 12)), st.integers(1, 12))
 def test_packs_keep_order_and_limit(sizes, limit):
-    found = list(plan_packs(sizes, limit))
-    assert [number for pack in found for number in pack] == list(range(len(sizes)))
-    for pack in found:
+    packs = list(plan_packs(sizes, limit))
+    assert [number for pack in packs for number in pack] == list(range(len(sizes)))
+    for pack in packs:
         assert len(pack) == 1 or sum(sizes[number] for number in pack) <= limit
-    for pack, after in itertools.pairwise(found):  # and none is sent before it is full
+    for pack, after in itertools.pairwise(packs):  # and no pack is sent before it is full
         assert sum(sizes[number] for number in [*pack, after[0]]) > limit
 
 
-def test_packs_by_example():
+def test_packs_match_examples():
     assert list(plan_packs([3, 3, 3, 20, 1], 8)) == [[0, 1], [2], [3], [4]]
     assert list(plan_packs([0, 0, 0], 8)) == [[0, 1, 2]] and list(plan_packs([], 8)) == []
 
 
 @pytest.mark.parametrize("root", [0, 2])
 @pytest.mark.parametrize("count", [1, 5])
-def test_a_pack_is_the_roots_on_all_ranks(root, count):
+def test_all_ranks_get_the_roots_pack(root, count):
     def make(rank):
         return [
             np.full((2, 3), rank + 0.5, np.float32),
@@ -57,7 +57,7 @@ def test_a_pack_is_the_roots_on_all_ranks(root, count):
     assert run(3, check) == [expected] * 3
 
 
-def test_names():
+def test_tensors_have_names():
     pairs = [("w", 1), ("b", 2)]
     assert name_values(dict(pairs)) == name_values(iter(pairs)) == pairs
     assert name_values(x for x in (5, 6)) == [("tensor 0", 5), ("tensor 1", 6)]
@@ -75,7 +75,7 @@ STATE: dict[str, Any] = {
 }
 
 
-def test_map_leaves():
+def test_map_leaves_visits_every_leaf():
     seen = []
 
     def see(leaf):
@@ -89,11 +89,11 @@ def test_map_leaves():
         0: {"m": 3.0, "step": 4},
         1: {},
     }
-    for whole in (Pair(1, 2), OrderedDict(a=1)):  # they may not be made of an iterable
+    for whole in (Pair(1, 2), OrderedDict(a=1)):  # they cannot be built from an iterable
         assert map_leaves([whole], lambda leaf: ("leaf", leaf)) == [("leaf", whole)]
 
 
-def test_leaves_are_taken_out_and_put_back():
+def test_leaves_are_extracted_and_replaced():
     structure, leaves = take_out(STATE, float)
     assert leaves == [1.5, 0.5, 0.25]
     assert (

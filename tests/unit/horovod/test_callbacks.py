@@ -1,4 +1,4 @@
-"""Horovod's callbacks without a framework: what they do when a training loop calls them."""
+"""Horovod's callbacks without a framework, called as by a training loop."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from commlib.horovod.learning_rate import LearningRateSchedule, LearningRateWarm
 # Metrics
 
 
-def test_numbers_are_told_from_the_rest():
+def test_only_numbers_are_averaged():
     logs = {"loss": 1, "acc": np.float32(0.5), "name": "kept", "list": [1], "none": None, "text": "0.5"}
     assert callbacks.extract_numbers(logs) == {"loss": 1.0, "acc": 0.5, "text": 0.5}
 
 
-def test_metrics_are_averaged():
+def test_metrics_are_averaged_over_ranks():
     everyone = [{"loss": 1.0, "acc": 0.0}, {"acc": 1.0, "loss": 4.0}, {"loss": 1.0, "acc": 0.5}]  # in any order
     assert callbacks.average_metrics(everyone) == {"loss": 2.0, "acc": 0.5}
     with pytest.raises(MismatchError, match=r"rank 0 has the metrics \['acc', 'loss'\], but rank 2 \['loss'\]"):
         callbacks.average_metrics([*everyone[:2], {"loss": 1.0}])
 
 
-def test_the_average_goes_into_the_logs(monkeypatch):
-    asked = []
+def test_averages_are_written_to_the_logs(monkeypatch):
+    requests = []
 
     def gather(numbers, name, process_set):
-        asked.append((numbers, name, process_set))
+        requests.append((numbers, name, process_set))
         return [numbers, {"loss": 3.0}]
 
     monkeypatch.setattr(callbacks, "allgather_object", gather)
@@ -40,7 +40,7 @@ def test_the_average_goes_into_the_logs(monkeypatch):
     logs = {"loss": 1.0, "name": "kept"}
     callback.on_epoch_end(0, logs)
     assert logs == {"loss": 2.0, "name": "kept"}
-    assert asked == [({"loss": 1.0}, "MetricAverage", "some ranks")]
+    assert requests == [({"loss": 1.0}, "MetricAverage", "some ranks")]
 
 
 # The learning rate
@@ -60,7 +60,7 @@ class Weight:
 
 
 class Rates:
-    """What is known of optimizers here."""
+    """Access to optimizers, as an adapter provides it."""
 
     def learning_rate_of(self, optimizer: Any) -> float:
         return float(optimizer.learning_rate)
@@ -78,29 +78,29 @@ def attached(callback: Any, steps: int | None = 4, rate: float = 1.0) -> Any:
 def rates(callback: Any, epochs: int = 4, steps: int = 4) -> list[float]:
     """The learning rate in each batch."""
     callback.on_train_begin()
-    found = []
+    rates_ = []
     for epoch in range(epochs):
         callback.on_epoch_begin(epoch)
         for batch in range(steps):
             callback.on_train_batch_begin(batch)
-            found.append(callback.model.optimizer.learning_rate)
+            rates_.append(callback.model.optimizer.learning_rate)
         logs: dict[str, float] = {}
         callback.on_epoch_end(epoch, logs)
-        assert logs == {"lr": found[-1]}
-    return found
+        assert logs == {"lr": rates_[-1]}
+    return rates_
 
 
-def test_schedule_in_steps():
+def test_a_schedule_can_have_steps():
     schedule = attached(LearningRateSchedule(0.5, lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=3))
     assert rates(schedule) == [1.0] * 4 + [0.25] * 4 + [0.125] * 8
 
 
-def test_schedule_in_batches():
+def test_a_schedule_can_change_in_each_batch():
     schedule = attached(LearningRateSchedule(2.0, lambda epoch: 1 / (1 + epoch), staircase=False))
     assert rates(schedule) == [2.0 / (1 + number / 4) for number in range(16)]
 
 
-def test_schedule_of_a_number_is_a_staircase():
+def test_a_schedule_of_a_number_is_a_staircase():
     schedule = attached(LearningRateSchedule(0.5, 0.5, start_epoch=2, staircase=False), steps=None)
     assert schedule.staircase
     assert rates(schedule) == [1.0] * 8 + [0.25] * 8
@@ -113,20 +113,20 @@ def test_momentum_follows_the_rate(correction):
     assert schedule.model.optimizer.momentum.value == (2.0 if correction else 8.0)
 
 
-def test_a_rate_of_zero_leaves_momentum_alone():
+def test_a_rate_of_zero_does_not_change_momentum():
     schedule = attached(LearningRateSchedule(1.0, 0.5), rate=0.0)
     rates(schedule, epochs=1)
     assert (schedule.model.optimizer.learning_rate, schedule.model.optimizer.momentum.value) == (0.5, 8.0)
 
 
-def test_warmup_factor():
-    """From the rate of one rank to that of all."""
+def test_the_warmup_factor_grows_to_1():
+    """From the rate of one rank to the rate of all ranks."""
     assert [warmup_factor(done, 2, 4) for done in (0, 1, 2, 3)] == [0.25, 0.625, 1, 1]
     assert warmup_factor(0.5, 2, 1) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_warmup(monkeypatch, capsys, rank):
+def test_warmup_raises_the_rate(monkeypatch, capsys, rank):
     monkeypatch.setattr(learning_rate, "size", lambda: 2)
     monkeypatch.setattr(learning_rate, "rank", lambda: rank)
     warmup = attached(LearningRateWarmup(1.0, warmup_epochs=2, verbose=1))
@@ -135,7 +135,7 @@ def test_warmup(monkeypatch, capsys, rank):
     assert capsys.readouterr().out == printed
 
 
-def test_wrong_schedules():
+def test_wrong_schedules_are_refused():
     with pytest.raises(UsageError, match="initial_lr is missing"):
         LearningRateSchedule(None, 1.0)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"LearningRateWarmup: the number of batches .* pass steps_per_epoch"):
@@ -163,7 +163,7 @@ def test_wrong_schedules():
 
 
 class Checkpoint:
-    """What BestModel expects of a framework's checkpoint."""
+    """The interface that BestModel expects of a framework's checkpoint."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -213,7 +213,7 @@ class State(SimpleNamespace):
 
 
 def run(callbacks: list[Any], epochs: list[int], batches: int) -> list[tuple[int, int, int]]:
-    """Do what a training loop does; return batch, epoch and commits after each batch and epoch."""
+    """Run a training loop; return batch, epoch and commits after each batch and epoch."""
     state, seen = callbacks[0].state, []
     callbacks[2].on_train_begin()
     callbacks[1].on_train_begin()
@@ -231,14 +231,14 @@ def run(callbacks: list[Any], epochs: list[int], batches: int) -> list[tuple[int
 
 
 @pytest.mark.parametrize("first", [0, 5])
-def test_states_after_a_restart(first):
+def test_states_continue_after_a_restart(first):
     """Two batches of epoch 5 were done; the loop counts batches from 0, and epochs from 0 or from 5."""
     state = State(batch=2, epoch=5)
     seen = run([UpdateBatchState(state), UpdateEpochState(state), CommitState(state, 2)], [first, first + 1], 3)
     assert seen == [(3, 5, 0), (4, 5, 1), (5, 5, 1), (0, 6, 2), (1, 6, 2), (2, 6, 3), (3, 6, 3), (0, 7, 4)]
 
 
-def test_commits_are_counted_anew_in_each_training():
+def test_each_training_counts_its_own_commits():
     state = State()
     commit = CommitState(state, 2)
     for _ in range(3):

@@ -29,19 +29,19 @@ from commlib.horovod.environment import check_launcher, read
         ("LOG_LEVEL", "", "log_level", "warning"),
     ],
 )
-def test_what_has_a_meaning(name, text, setting, value):
-    said = read({f"HOROVOD_{name}": text, "PATH": "/bin"})
-    assert getattr(load(said.settings), setting) == value
-    assert said.ignored == ()
+def test_known_variables_become_settings(name, text, setting, value):
+    result = read({f"HOROVOD_{name}": text, "PATH": "/bin"})
+    assert getattr(load(result.settings), setting) == value
+    assert result.ignored == ()
 
 
-def test_without_the_check_there_is_no_shutdown_either():
-    said = read({"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"})
-    assert load(said.settings).timeout == 0
+def test_disabling_the_check_disables_the_shutdown():
+    result = read({"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"})
+    assert load(result.settings).timeout == 0
 
 
 @pytest.mark.parametrize("name", ["FUSION_THRESHOLD", "CACHE_CAPACITY", "STALL_CHECK_TIME_SECONDS", "LOG_LEVEL"])
-def test_values_that_make_no_sense(name):
+def test_senseless_values_are_refused(name):
     with pytest.raises(UsageError, match=f"HOROVOD_{name}='much': expected"):
         read({f"HOROVOD_{name}": "much"})
 
@@ -62,22 +62,22 @@ def test_values_that_make_no_sense(name):
         ("TIMELINE_MARK_CYCLES", "true", "a number: 1 for on, 0 for off"),
     ],
 )
-def test_values_out_of_range_are_named_as_they_were_given(name, text, expected):
-    """The error named a variable of commlib's, which nobody had set; or there was none."""
+def test_values_out_of_range_are_named_with_horovods_variable(name, text, expected):
+    """The error named a variable of commlib that was not set, or there was no error."""
     with pytest.raises(UsageError) as caught:
         read({f"HOROVOD_{name}": text})
     assert f"HOROVOD_{name}={text!r}: expected {expected}" in str(caught.value) and "COMMLIB" not in str(caught.value)
 
 
-def test_timeline():
-    said = read({"HOROVOD_TIMELINE": "trace.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
-    assert (said.timeline, said.mark_cycles, said.ignored) == ("trace.json", True, ())
+def test_a_timeline_is_read():
+    result = read({"HOROVOD_TIMELINE": "trace.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
+    assert (result.timeline, result.mark_cycles, result.ignored) == ("trace.json", True, ())
     assert read({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
     assert read({}).timeline == "" and not read({}).mark_cycles
 
 
-def test_what_means_nothing_is_named_and_what_is_so_anyway_is_not():
-    said = read(
+def test_unsupported_variables_are_named_unless_they_match_the_default():
+    result = read(
         {
             "HOROVOD_CYCLE_TIME": "3.5",
             "HOROVOD_AUTOTUNE": "1",
@@ -92,17 +92,17 @@ def test_what_means_nothing_is_named_and_what_is_so_anyway_is_not():
             "HOROVOD_THREAD_AFFINITY": "",
         }
     )
-    assert said.ignored == (
+    assert result.ignored == (
         "HOROVOD_AUTOTUNE",
         "HOROVOD_CONTROLLER",
         "HOROVOD_CYCLE_TIME",
         "HOROVOD_GPU_OPERATIONS",
         "HOROVOD_NEWS",
     )
-    assert not said.settings
+    assert not result.settings
 
 
-def test_a_launcher_without_mpi_is_found_out():
+def test_a_launcher_without_mpi_is_detected():
     """Each process would train by itself, and look fine."""
     with pytest.raises(TransportError, match=r"started 4 processes .* but MPI sees one"):
         check_launcher({"HOROVOD_SIZE": "4"}, 1)

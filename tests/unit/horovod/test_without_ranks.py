@@ -30,17 +30,17 @@ def test_operations_have_horovods_numbers():
         ((None, False), hvd.Sum),
     ],
 )
-def test_resolve_op(arguments, expected):
+def test_operations_are_resolved(arguments, expected):
     assert hvd.resolve_op(*arguments) is expected
 
 
 @pytest.mark.parametrize("op", [7, "average", 1.5])
-def test_unknown_operations(op):
+def test_unknown_operations_are_refused(op):
     with pytest.raises(UsageError, match="expected Average, Sum"):
         hvd.resolve_op(op)
 
 
-def test_a_set_that_is_not_registered_knows_its_ranks_only():
+def test_an_unregistered_set_has_only_its_ranks():
     process_set = hvd.ProcessSet([2, 0])
     assert process_set.ranks == [0, 2]
     assert (process_set.process_set_id, process_set.size(), process_set.rank(), process_set.included()) == (None,) * 4
@@ -52,13 +52,13 @@ def test_a_set_that_is_not_registered_knows_its_ranks_only():
         hvd.ProcessSet([-1])
 
 
-def test_a_set_in_copies_and_pickles():
+def test_sets_can_be_copied_and_pickled():
     process_set = hvd.ProcessSet([0, 1])
     assert copy.deepcopy([process_set])[0] is process_set
     assert pickle.loads(pickle.dumps(process_set)).ranks == [0, 1]
 
 
-def test_errors_are_what_scripts_catch():
+def test_errors_are_those_that_scripts_catch():
     assert hvd.HorovodInternalError is CommlibError
     assert issubclass(MismatchError, RuntimeError) and issubclass(UsageError, ValueError)
 
@@ -77,54 +77,54 @@ def state(**values):
     return hvd.elastic.ObjectState(bcast_object=lambda value: value, **values)
 
 
-def test_state_goes_back_to_the_last_commit():
-    kept = state(epoch=1, order=[1, 2])
-    kept.epoch, kept.order[0] = 2, 9
-    kept.restore()
-    assert (kept.epoch, kept.order) == (1, [1, 2])
-    kept.epoch, kept.order[0] = 3, 7
-    kept.commit()
-    kept.order.append(5)
-    kept.restore()
-    assert (kept.epoch, kept.order) == (3, [7, 2])
+def test_a_state_returns_to_the_last_commit():
+    state_ = state(epoch=1, order=[1, 2])
+    state_.epoch, state_.order[0] = 2, 9
+    state_.restore()
+    assert (state_.epoch, state_.order) == (1, [1, 2])
+    state_.epoch, state_.order[0] = 3, 7
+    state_.commit()
+    state_.order.append(5)
+    state_.restore()
+    assert (state_.epoch, state_.order) == (3, [7, 2])
 
 
-def test_a_loop_starts_again_where_it_was_committed():
-    kept, tried, resets = state(step=0), [], []
-    kept.register_reset_callbacks([lambda: resets.append(kept.step)])
+def test_a_loop_restarts_at_the_last_commit():
+    state_, tried, resets = state(step=0), [], []
+    state_.register_reset_callbacks([lambda: resets.append(state_.step)])
 
     @hvd.elastic.run
-    def train(kept, last):
-        while kept.step < last:
-            kept.step += 1
-            tried.append(kept.step)
+    def train(state_, last):
+        while state_.step < last:
+            state_.step += 1
+            tried.append(state_.step)
             if tried in ([1, 2, 3], [1, 2, 3, 3]):
                 raise MismatchError("once more")
-            kept.commit()
-        return kept.step
+            state_.commit()
+        return state_.step
 
-    assert train(kept, 4) == 4
+    assert train(state_, 4) == 4
     assert tried == [1, 2, 3, 3, 3, 4] and resets == [2, 2]
 
 
-def test_a_loop_gives_up():
-    kept, tried = state(step=0), []
+def test_a_loop_stops_after_its_reset_limit():
+    state_, tried = state(step=0), []
 
     @hvd.elastic.run
-    def train(kept):
-        tried.append(kept.step)
+    def train(state_):
+        tried.append(state_.step)
         raise MismatchError("always")
 
     with pytest.raises(MismatchError, match="always"):
-        train(kept)
+        train(state_)
     assert tried == [0, 0, 0]
 
 
-def test_a_loop_does_not_go_on_without_its_ranks():
+def test_a_loop_does_not_continue_without_its_ranks():
     tried = []
 
     @hvd.elastic.run
-    def train(kept):
+    def train(state_):
         tried.append(1)
         raise TransportError("gone")
 

@@ -1,4 +1,4 @@
-"""Compiled kernels are written once and found again, by many processes at once, on any file system."""
+"""Compiled kernels are written once and read again, by many processes at once, on any file system."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def start(package, value, *dtypes):
 
 
 def finish(process):
-    """Return the folder that was used, and what was said."""
-    output, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    return (None if output.strip() == "None" else Path(output.strip())), said
+    """Return the folder that was used, and the messages."""
+    output, messages = process.communicate(timeout=120)
+    assert process.returncode == 0, messages
+    return (None if output.strip() == "None" else Path(output.strip())), messages
 
 
 def run(package, value, *dtypes):
@@ -76,65 +76,65 @@ def kernels_in(folder):
 
 
 def refuse_home(package):
-    """Root may write anywhere, so what stands in the way is not a permission but a file."""
+    """Root may write anywhere, so a file, not a permission, blocks the folder."""
     shutil.rmtree(package[0] / "home")
     (package[0] / "home").touch()
 
 
-def test_the_first_run_compiles_and_the_next_finds_it(package):
-    kept, _ = run(package, 3, "int32")
-    assert package[0] / "home/.cache/commlib" == kept.parent
-    files = kernels_in(kept)
+def test_the_first_run_compiles_and_the_next_loads(package):
+    folder_, _ = run(package, 3, "int32")
+    assert package[0] / "home/.cache/commlib" == folder_.parent
+    files = kernels_in(folder_)
     assert files
-    assert run(package, 4, "int32") == (kept, "")
-    assert kernels_in(kept) == files
+    assert run(package, 4, "int32") == (folder_, "")
+    assert kernels_in(folder_) == files
 
 
 @pytest.mark.long
-def test_what_is_installed_stays_as_it_was(package):
-    """Kernels lay beside the sources: `pip uninstall` left them, and `import commlib` went on succeeding."""
+def test_installed_files_do_not_change(package):
+    """Kernels next to the sources survived `pip uninstall`, and `import commlib` still succeeded."""
     before = sorted((package[0] / "commlib").rglob("*"))
     run(package, 3, "int32")
     assert sorted((package[0] / "commlib").rglob("*")) == before
 
 
 def test_a_change_of_any_kernel_source_makes_all_of_it_stale(package):
-    """numba looks at the function's own file alone, and would go on with old code of what it includes."""
-    kept, _ = run(package, 3, "int32")
-    files = kernels_in(kept)
+    """numba checks only the function's own file, and would reuse old code of functions that it calls."""
+    folder_, _ = run(package, 3, "int32")
+    files = kernels_in(folder_)
     with open(package[0] / "commlib/kernels/host/intrinsics.py", "a") as file:
         file.write("# changed\n")
     changed, _ = run(package, 3, "int32")
-    assert changed != kept and kernels_in(changed)
-    assert kernels_in(kept) == files  # a checkout of another version goes on with its own
+    assert changed != folder_ and kernels_in(changed)
+    assert kernels_in(folder_) == files  # a checkout of another version keeps using its own
 
 
 @pytest.mark.long
-def test_where_the_users_cache_is_elsewhere_that_is_used(package):
+def test_the_users_cache_setting_is_used(package):
     refuse_home(package)
     package[1]["XDG_CACHE_HOME"] = str(package[0] / "cache")
-    kept, _ = run(package, 3, "int32")
-    assert kept.parent == package[0] / "cache/commlib"
+    folder_, _ = run(package, 3, "int32")
+    assert folder_.parent == package[0] / "cache/commlib"
 
 
 @pytest.mark.long
-def test_where_it_cannot_be_written_a_temporary_folder_is_used(package):
+def test_an_unwritable_cache_is_replaced_by_a_temporary_folder(package):
     refuse_home(package)
-    kept, _ = run(package, 3, "int32")
-    assert package[0] / "tmp" in kept.parents
+    folder_, _ = run(package, 3, "int32")
+    assert package[0] / "tmp" in folder_.parents
 
 
 @pytest.mark.long
-def test_where_others_may_write_a_temporary_folder_is_used(package):
-    """Whoever can rename a folder above the kernels can put his own in their place, and they would be run."""
+def test_a_cache_that_others_can_write_is_replaced_by_a_temporary_folder(package):
+    """A user who can rename a folder above the kernels can replace them, and his code would run."""
     (package[0] / "home").chmod(0o777)
-    kept, _ = run(package, 3, "int32")
-    assert package[0] / "tmp" in kept.parents
+    folder_, _ = run(package, 3, "int32")
+    assert package[0] / "tmp" in folder_.parents
     assert not list((package[0] / "home").iterdir())
 
 
 @pytest.mark.long
-def test_many_processes_may_compile_different_things_at_once(package):
+def test_processes_can_compile_different_kernels_at_once(package):
     """Two that added to one index at the same time could each take the other's code for their own."""
     dtypes = ["int8", "int32", "float32"]
     for value in (3, 4):
@@ -142,7 +142,7 @@ def test_many_processes_may_compile_different_things_at_once(package):
         assert len({finish(process)[0] for process in started}) == 1
 
 
-def test_many_processes_compile_one_thing_once(package):
+def test_processes_compile_a_kernel_once(package):
     """Every rank compiled every kernel on a first run."""
     counting = """
 import sys
@@ -153,38 +153,38 @@ cache.write = lambda name, data: (print("compiled", name, file=sys.stderr), writ
     command = [sys.executable, "-c", counting + PROGRAM, "3", "int32", "float32"]
     pipe = subprocess.PIPE
     started = [subprocess.Popen(command, env=package[1], stdout=pipe, stderr=pipe, text=True) for _ in range(4)]
-    said = [finish(process)[1] for process in started]
-    assert sum(text.count("compiled reduce.reduce") for text in said) == 2, said
+    messages = [finish(process)[1] for process in started]
+    assert sum(text.count("compiled reduce.reduce") for text in messages) == 2, messages
 
 
-def test_a_damaged_kernel_is_named_and_compiled_anew(package):
+def test_a_damaged_kernel_is_named_and_compiled_again(package):
     """Each job ended with an EOFError or UnpicklingError that named no file."""
-    kept, _ = run(package, 3, "int32")
-    (file,) = kernels_in(kept)
+    folder_, _ = run(package, 3, "int32")
+    (file,) = kernels_in(folder_)
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
-    again, said = run(package, 3, "int32")
-    first, *more = said.splitlines()
-    assert (again, first) == (kept, f"the compiled kernel {file} is damaged: it is compiled again")
-    assert all(line.startswith("compiling kernels for this kind of CPU") for line in more)  # said after a second
+    again, messages = run(package, 3, "int32")
+    first, *more = messages.splitlines()
+    assert (again, first) == (folder_, f"the compiled kernel {file} is damaged: it is compiled again")
+    assert all(line.startswith("compiling kernels for this kind of CPU") for line in more)  # printed after a second
     assert len(file.read_bytes()) == len(content)
-    assert run(package, 3, "int32") == (kept, "")
+    assert run(package, 3, "int32") == (folder_, "")
 
 
 @pytest.mark.long
-def test_a_whole_kernel_that_cannot_be_loaded_is_compiled_anew(package, monkeypatch):
+def test_an_unloadable_kernel_is_compiled_again(package, monkeypatch):
     """As when numba was exchanged for another one of the same version."""
-    kept, _ = run(package, 3, "int32")
-    (file,) = kernels_in(kept)
-    monkeypatch.setattr(cache, "folder", lambda: kept)  # this process has the same sources, and so the same stamp
+    folder_, _ = run(package, 3, "int32")
+    (file,) = kernels_in(folder_)
+    monkeypatch.setattr(cache, "folder", lambda: folder_)  # this process has the same sources, and so the same stamp
     cache.write(file.name, pickle.dumps(("not", "a", "kernel")))
-    _, said = run(package, 3, "int32")
-    assert f"the compiled kernel {file} cannot be loaded (" in said
-    assert run(package, 3, "int32") == (kept, "")
+    _, messages = run(package, 3, "int32")
+    assert f"the compiled kernel {file} cannot be loaded (" in messages
+    assert run(package, 3, "int32") == (folder_, "")
 
 
-def test_what_numba_needs_to_compile_is_not_loaded_where_nothing_is_compiled(package):
-    """Every start took 0.3 s longer: SciPy, and all of Python and numpy that numba can compile, for nothing."""
+def test_the_compiler_is_imported_only_to_compile(package):
+    """Every start needlessly took 0.3 s longer for SciPy, and for all of Python and numpy that numba can compile."""
     folder, environment = package
     program = PROGRAM + "print('numba.np.arraymath' in sys.modules)"
     command = [sys.executable, "-c", program, "3", "int32"]
@@ -193,23 +193,23 @@ def test_what_numba_needs_to_compile_is_not_loaded_where_nothing_is_compiled(pac
         assert done.returncode == 0 and done.stdout.splitlines()[1:] == [str(compiles)], done.stderr
 
 
-def test_what_code_refers_to_is_brought_in_before_it_is_loaded(monkeypatch):
-    """LLVM ends the process if a symbol is missing. What costs more comes last, and not if nothing is missing."""
-    asked, there, symbol = [], "commlib_test_there", "commlib_test_missing"
+def test_symbols_are_defined_before_code_is_loaded(monkeypatch):
+    """LLVM ends the process if a symbol is missing. The costly lookup comes last, and only if a symbol is missing."""
+    queried, there, symbol = [], "commlib_test_there", "commlib_test_missing"
     llvm.add_symbol(there, 1)
-    monkeypatch.setattr(rtsys, "initialize", lambda context: asked.append("run time"))
+    monkeypatch.setattr(rtsys, "initialize", lambda context: queried.append("run time"))
 
     class Context:
         def refresh(self):
-            asked.append("everything")
+            queried.append("everything")
             llvm.add_symbol(symbol, 1)
 
     compilation.provide([], Context())
     compilation.provide([there], Context())
-    assert asked == []
+    assert queried == []
     for _ in range(2):
         compilation.provide([there, symbol], Context())
-        assert asked == ["run time", "everything"]
+        assert queried == ["run time", "everything"]
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_is_removed_and_said_once(kept_here, caplog, damage):
+def test_damaged_files_are_removed_and_reported_once(kept_here, caplog, damage):
     cache.write("a", b"some code")
     file = place() / "a"
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
@@ -250,8 +250,8 @@ def test_what_is_damaged_is_removed_and_said_once(kept_here, caplog, damage):
     assert cache.read("a") == b"some code"
 
 
-def test_kernels_that_were_exchanged_are_not_taken_for_each_other(kept_here, caplog):
-    """numba looked at an index, and ran whatever the file held that it names."""
+def test_exchanged_kernels_are_not_mixed_up(kept_here, caplog):
+    """numba read an index, and ran any code in the file named there."""
     cache.write("a", b"code of a")
     cache.write("b", b"code of b")
     shutil.copyfile(place() / "a", place() / "b")
@@ -259,8 +259,8 @@ def test_kernels_that_were_exchanged_are_not_taken_for_each_other(kept_here, cap
     assert f"{place() / 'b'} is damaged" in caplog.text
 
 
-def test_folders_are_looked_at_at_each_load(kept_here, caplog):
-    """They were looked at once, at the start: whoever exchanged one later had his file unpickled."""
+def test_folders_are_checked_at_each_load(kept_here, caplog):
+    """They were checked once, at the start: a file exchanged later was unpickled."""
     cache.write("a", b"code")
     assert cache.read("a") == b"code"
     kept_here.parent.chmod(0o777)
@@ -271,7 +271,7 @@ def test_folders_are_looked_at_at_each_load(kept_here, caplog):
     assert cache.read("a") == b"code"
 
 
-def test_where_nothing_is_private_each_process_compiles_for_itself(kept_here, tmp_path, monkeypatch, caplog):
+def test_without_a_private_folder_each_process_compiles(kept_here, tmp_path, monkeypatch, caplog):
     (tmp_path / "home").mkdir()
     (tmp_path / "home").chmod(0o777)
     monkeypatch.setattr(cache, "candidates", lambda: iter([kept_here]))
@@ -283,7 +283,7 @@ def test_where_nothing_is_private_each_process_compiles_for_itself(kept_here, tm
         assert word in record.getMessage()
 
 
-def test_a_full_disk_is_said_once_and_ends_nothing(kept_here, monkeypatch, caplog):
+def test_a_full_disk_is_reported_once_and_is_not_fatal(kept_here, monkeypatch, caplog):
     assert cache.folder()
 
     def fail(*args):
@@ -296,8 +296,8 @@ def test_a_full_disk_is_said_once_and_ends_nothing(kept_here, monkeypatch, caplo
     assert "cannot be stored in" in record.getMessage() and "Disk quota exceeded" in record.getMessage()
 
 
-def test_what_nobody_has_used_for_long_is_removed(kept_here):
-    """With a folder for each version, those of old ones would add up for ever."""
+def test_long_unused_files_are_removed(kept_here):
+    """With a folder for each version, old folders would accumulate for ever."""
     long_ago, lately = time.time() - 31 * 24 * 3600, time.time() - 29 * 24 * 3600
     kept_here.mkdir(parents=True)
     (kept_here / "tuning.json").touch()
@@ -317,7 +317,7 @@ def test_what_nobody_has_used_for_long_is_removed(kept_here):
     assert not (used / "x.new").exists()
 
 
-def test_every_kernel_that_is_kept_is_kept_by_this_cache():
+def test_every_cached_kernel_uses_this_cache():
     for path in Path(cache.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "cache":

@@ -43,14 +43,14 @@ class Pair:
         return self.memory.view(np.uint8)[offset : offset + self.nbytes].view(np.float32)
 
 
-def test_numpy_lays_arrays_out_as_the_kernels_read_them():
+def test_the_kernels_layout_of_arrays_is_numpys():
     assert arrays.are_where_expected()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(), (1,), (40, 50), (0,)])
 @pytest.mark.parametrize("streamed", [1, 1 << 40])
-def test_messages_go_round_the_slots(depth, shape, streamed):
+def test_messages_rotate_through_the_slots(depth, shape, streamed):
     pair = Pair(shape, depth, streamed)
     for step in range(3 * depth + 1):
         x = np.full(shape, step, np.float32)
@@ -60,7 +60,7 @@ def test_messages_go_round_the_slots(depth, shape, streamed):
         assert back(pair.receiver.ctypes.data, 0) == kernels.DONE
 
 
-def test_a_full_inbox_an_empty_one_and_one_that_is_held():
+def test_full_empty_and_held_inboxes_return_their_codes():
     pair, x = Pair((3,)), np.ones(3, np.float32)
     assert pair.take() == kernels.WAITING
     assert [pair.put(x) for _ in range(3)] == [kernels.DONE, kernels.DONE, kernels.WAITING]
@@ -74,13 +74,13 @@ def test_a_full_inbox_an_empty_one_and_one_that_is_held():
     assert pair.sender[kernels.COUNT] == 4 and pair.receiver[kernels.COUNT] == 2
 
 
-def test_a_slot_that_was_handed_back_twice_is_no_later_message():
+def test_releasing_a_slot_twice_skips_no_message():
     pair, x = Pair((3,), depth=1), np.ones(3, np.float32)
     assert pair.put(x) == kernels.DONE and pair.take() == 0
     view = pair.at(0)
     back(pair.receiver.ctypes.data, id(view))
     assert pair.put(x) == kernels.DONE
-    back(pair.receiver.ctypes.data, id(view))  # the next message is there, and nobody has taken it
+    back(pair.receiver.ctypes.data, id(view))  # the next message is there, and has not been received
     assert pair.put(x) == kernels.WAITING and pair.take() == 0
 
 
@@ -97,24 +97,24 @@ def test_a_slot_that_was_handed_back_twice_is_no_later_message():
     ],
     ids=["float64", "int32", "longer", "2-D", "0-D", "gaps", "other byte order"],
 )
-def test_another_array_than_agreed_is_not_sent(other):
+def test_a_mismatched_array_is_not_sent(other):
     pair = Pair((3,))
     assert pair.put(other) == kernels.OTHER
     assert pair.take() == kernels.WAITING and pair.sender[kernels.BUSY] == 0
 
 
-def test_an_end_that_is_halted_or_busy():
+def test_halted_and_busy_ends_send_nothing():
     pair, x = Pair((3,)), np.ones(3, np.float32)
     pair.sender[kernels.HALTED] = pair.receiver[kernels.HALTED] = 1
     assert pair.put(x) == pair.take() == kernels.STOPPED
     pair.sender[kernels.HALTED] = pair.receiver[kernels.HALTED] = 0
-    pair.sender[kernels.BUSY] = 1  # of a thread that has reserved a slot
+    pair.sender[kernels.BUSY] = 1  # set by a thread that has reserved a slot
     assert pair.put(x) == kernels.WAITING
     pair.sender[kernels.BUSY] = 0
     assert pair.put(x) == kernels.DONE
 
 
-def test_a_change_is_told_before_the_message_is_taken():
+def test_a_change_is_reported_before_the_message_is_received():
     pair, x = Pair((3,)), np.ones(3, np.float32)
     pair.put(x)
     pair.sender[kernels.SPEC] = 1
@@ -125,7 +125,7 @@ def test_a_change_is_told_before_the_message_is_taken():
     assert pair.take() == 1
 
 
-def test_two_threads_that_send_lose_nothing():
+def test_concurrent_senders_lose_no_message():
     pair, errors = Pair((100,), depth=3), []
 
     def send(value):

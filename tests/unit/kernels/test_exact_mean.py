@@ -32,7 +32,7 @@ def operands(dtype: str, size: int, count: int = 3000) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_all_operands_at_once(dtype, size, in_place):
+def test_means_of_all_operands_are_exact(dtype, size, in_place):
     x = operands(dtype, size)
     expected = [truncated(column) for column in x.T.tolist()]
     target = x[0] if in_place else np.empty_like(x[0])
@@ -42,7 +42,7 @@ def test_all_operands_at_once(dtype, size, in_place):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
-def test_partial_sums_one_after_another(dtype, size):
+def test_means_by_partial_sums_are_exact(dtype, size):
     x = operands(dtype, size)
     partial = [Accumulation(row, "mean", size) for row in x]
     first = partial[0]

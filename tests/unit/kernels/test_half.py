@@ -1,4 +1,4 @@
-"""float16 is converted alike by instructions and by integers: to the last bit as numpy does."""
+"""float16 conversions by instructions and by integers both match numpy to the last bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ expected = halves.view(np.float16).astype(np.float32)
 number = ~np.isnan(expected)
 assert (floats[number].view(np.uint32) == expected[number].view(np.uint32)).all() and np.isnan(floats[~number]).all()
 
-# around what lies between two float16, of all sizes and both signs; infinities, NaN; anything
+# around the midpoints of two float16, of all sizes and both signs; infinities, NaN; anything
 steps = np.arange(0x32000000 >> 12, 0x48000000 >> 12, dtype=np.uint32) << 12
 anything = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
 special = np.array([0, 1, 0x7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000], np.uint32)
@@ -49,8 +49,8 @@ print("by instructions:", half.has_instructions(cpu_target.target_context))
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have the instructions")
 @pytest.mark.parametrize(("cpu", "how"), [("x86-64-v2", "False"), ("x86-64-v3", "True")])
-def test_as_numpy(cpu: str, how: str) -> None:
-    """Without the instructions LLVM ended the process: it looked for a function that nobody had loaded."""
+def test_conversions_match_numpy(cpu: str, how: str) -> None:
+    """Without the instructions LLVM ended the process: it looked for a function that was not loaded."""
     env = {**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == f"by instructions: {how}\n", done.stderr

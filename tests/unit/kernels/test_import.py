@@ -1,4 +1,4 @@
-"""Importing kernels: what else that leaves behind in a process."""
+"""Importing kernels: no side effects in a process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def deinit(): pass
 """
 
 
-def test_nothing_is_added_to_what_a_program_prints(tmp_path):
-    """With colorama beside it numba wrote escape codes at the end, and every rank has a terminal under Open MPI."""
+def test_importing_adds_nothing_to_the_output(tmp_path):
+    """With colorama installed numba wrote escape codes at the end, and every rank has a terminal under Open MPI."""
     (tmp_path / "colorama.py").write_text(COLORAMA)
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

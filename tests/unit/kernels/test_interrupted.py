@@ -1,4 +1,4 @@
-"""Signal handlers that raise while a kernel is compiled or loaded: the next call finds it, and numba still works."""
+"""Signal handlers that raise while a kernel is compiled or loaded: the next call succeeds, and numba still works."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ print(interrupted)
 """
 
 
-def test_the_next_call_finds_what_was_being_compiled_or_loaded(tmp_path):
-    """Numba raised TypingError from then on; and a kernel that was being loaded was thrown away and compiled anew."""
+def test_the_next_call_uses_the_interrupted_kernel(tmp_path):
+    """Numba raised TypingError from then on; and a kernel that was being loaded was discarded and compiled again."""
     (folder := tmp_path / "cache").mkdir(mode=0o700)
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "NUMBA_CACHE_DIR": ""}
-    found = []
+    codes_ = []
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -52,17 +52,17 @@ def test_the_next_call_finds_what_was_being_compiled_or_loaded(tmp_path):
         assert done.returncode == 0, done.stderr
         assert int(done.stdout) > 0, "no alarm came before it was done"
         assert "anew" not in done.stderr, done.stderr
-        found.append({path: path.stat().st_mtime_ns for path in folder.rglob("reduce.reduce-*")})
-    assert found[0] and found[0] == found[1]
+        codes_.append({path: path.stat().st_mtime_ns for path in folder.rglob("reduce.reduce-*")})
+    assert codes_[0] and codes_[0] == codes_[1]
 
 
-def test_a_users_function_that_calls_a_kernel_is_compiled():
-    """It holds numba's lock meanwhile, for which a thread that compiles the kernel would wait."""
+def test_a_users_function_can_call_a_kernel():
+    """Its compilation holds numba's lock, for which a thread that compiles the kernel would wait."""
 
     @nb.njit
     def copy(target, source, size):
         stream_copy(target, source, size)
 
     x, y = np.arange(100.0), np.zeros(100)
-    copy(y.ctypes.data, x.ctypes.data, np.uint16(x.nbytes))  # uint16, for which nobody else has compiled it
+    copy(y.ctypes.data, x.ctypes.data, np.uint16(x.nbytes))  # uint16, a type without an earlier compilation
     assert (y == x).all()

@@ -28,8 +28,8 @@ CONFIG = Config(timeout=10, slot_kib=1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_many_calls_of_mixed_sizes(size):
-    """8 threads share the cores of any laptop, so ranks are descheduled in every place."""
+def test_calls_of_mixed_sizes_match_numpy(size):
+    """8 threads share the cores of any laptop, so ranks are descheduled at every point."""
     lengths = np.random.default_rng(0).choice([0, 1, 7, 128, 129, 500, 513, 1025, 4000], 150)
 
     def check(comm):
@@ -54,7 +54,7 @@ def test_many_calls_of_mixed_sizes(size):
 
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("length", [3, 2000])
-def test_a_mismatch_is_seen_by_all_and_the_board_stays_usable(size, length):
+def test_a_mismatch_raises_on_all_ranks_and_the_board_stays_usable(size, length):
     def check(comm):
         for odd in range(size):
             x = np.ones(length, np.int64 if comm.rank == odd else np.float64)
@@ -71,7 +71,7 @@ def test_a_mismatch_is_seen_by_all_and_the_board_stays_usable(size, length):
 
 @pytest.mark.parametrize("length", [3, 300, 2000])
 def test_a_late_rank_is_waited_for(length):
-    """Long enough that the kernels give up (WAITING) and are called again, in the middle of a call as well."""
+    """Late enough that the kernels return WAITING and are called again, also in the middle of a call."""
 
     def check(comm):
         for late in range(3):
@@ -87,7 +87,7 @@ def test_a_late_rank_is_waited_for(length):
     run(3, check, config=CONFIG)
 
 
-def test_a_rank_that_never_comes_is_named():
+def test_a_missing_rank_is_named():
     def check(comm):
         if comm.rank == 2:
             return
@@ -99,19 +99,19 @@ def test_a_rank_that_never_comes_is_named():
     run(3, check, config=Config(timeout=0.5))
 
 
-# The kernels themselves
+# The kernels
 
 
 def boards(size: int, slot_bytes: int = 1024) -> list[NodeBoard]:
     ends = transports(size)
-    made: list[Any] = [None] * size
+    created: list[Any] = [None] * size
 
     def make(rank: int) -> None:
-        made[rank] = NodeBoard(ends[rank].split_node(), list, slot_bytes=slot_bytes, spins=20)
-        made[rank].enter(lambda: None)
+        created[rank] = NodeBoard(ends[rank].split_node(), list, slot_bytes=slot_bytes, spins=20)
+        created[rank].enter(lambda: None)
 
     together(make, size)
-    return made
+    return created
 
 
 def together(function: Any, size: int) -> None:
@@ -135,7 +135,7 @@ class SlowOp:
 @pytest.mark.parametrize("epochs", range(4))
 @pytest.mark.parametrize("first", [100, 600], ids=["small", "large"])
 @pytest.mark.parametrize("second", [100, 600], ids=["small", "large"])
-def test_a_fast_rank_does_not_overwrite_what_a_slow_one_reads(first, second, epochs):
+def test_a_fast_rank_does_not_overwrite_data_of_a_slow_reader(first, second, epochs):
     """A small call was followed by a large one, which wrote into the slot that the slow rank was still reading."""
     real = reduce_function("float64", "sum")
 
@@ -160,7 +160,7 @@ def test_a_fast_rank_does_not_overwrite_what_a_slow_one_reads(first, second, epo
     run(2, check, config=CONFIG)
 
 
-def test_shares_cover_everything_once_in_whole_cache_lines():
+def test_shares_cover_all_elements_once_in_whole_cache_lines():
     share = kernels.own_share
     for count in (0, 1, 7, 8, 63, 64, 65, 1000, 4097):
         for item in (1, 2, 4, 8, 16):
@@ -171,24 +171,24 @@ def test_shares_cover_everything_once_in_whole_cache_lines():
                 assert all(start * item % 64 == 0 for start, stop in parts if stop > start)
 
 
-def test_the_board_says_who_is_late_and_who_has_left():
+def test_the_board_names_late_and_departed_ranks():
     both = boards(2)
     assert both[0].late() == [] and both[0].absent() == {}
     both[1].leave()
     assert list(both[0].absent()) == [1] and "left the program" in both[0].absent()[1]
 
 
-def test_the_board_says_whose_process_is_gone(monkeypatch):
+def test_the_board_names_dead_ranks(monkeypatch):
     with subprocess.Popen(["sleep", "60"]) as process:
-        monkeypatch.setattr(os, "getpid", lambda: process.pid)  # these ranks are threads of one that stays
+        monkeypatch.setattr(os, "getpid", lambda: process.pid)  # these ranks are threads of a process that stays alive
         first, _ = boards(2)
         assert first.absent() == {}
         process.kill()
-    gone = f"is dead (its process {process.pid} is gone)"
-    assert first.absent() == {0: gone, 1: gone}
+    reason = f"is dead (its process {process.pid} is gone)"
+    assert first.absent() == {0: reason, 1: reason}
 
 
-def test_texts_are_exchanged_whole_or_cut():
+def test_texts_are_exchanged_whole_or_truncated():
     three = boards(3)
     got: list[Any] = [None] * 3
     texts = ["short", "é" * 400, "x" * 5000]
@@ -203,15 +203,15 @@ def test_texts_are_exchanged_whole_or_cut():
 
 
 class Asked(Exception):
-    """A wait has come back to Python."""
+    """Raised when a wait returns to Python."""
 
 
 def ask() -> None:
     raise Asked
 
 
-def test_a_rank_that_gave_up_is_not_taken_for_one_that_came():
-    """It had arrived before the others, who then took what it had published for the data of their call."""
+def test_an_interrupted_rank_does_not_count_as_arrived():
+    """It had arrived before the others, which then took its published data for the data of their call."""
     three = boards(3)
     with pytest.raises(Asked):
         three[0].barrier(7, ask)
@@ -222,8 +222,8 @@ def test_a_rank_that_gave_up_is_not_taken_for_one_that_came():
                 board.barrier(7, ask)
 
 
-def test_a_meeting_to_which_all_have_come_ends_on_all():
-    """One that has ended it and then gives up must not hold up those that see the end of it later."""
+def test_a_complete_barrier_ends_on_all_ranks():
+    """A rank that completes it and is then interrupted must not delay ranks that see the end later."""
     three, gave_up, waiting = boards(3), threading.Event(), threading.Semaphore(0)
     ended = []
 

@@ -1,4 +1,4 @@
-"""Kernels that a site, or a container, brings along are read where this user cannot write."""
+"""Kernels from a site or a container are read from a folder that this user cannot write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def forget() -> None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """This user's own cache folder. Nothing lies in the folders of the node."""
+    """This user's own cache folder. The folders of the node are empty."""
     monkeypatch.setattr(folders, "user_cache", lambda: tmp_path / "home" / "commlib")
     monkeypatch.setattr(cache, "node_folders", lambda: iter([]))
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def site(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A site's kernels: "a" lies there, and only its administrator can write."""
+    """A site's kernels: it has "a", and only its administrator can write."""
     place = tmp_path / "site"
     monkeypatch.setenv("COMMLIB_KERNELS", str(place))
     cache.write("a", b"code of a")
@@ -59,7 +59,7 @@ def test_the_settings_folder_comes_first(home: Path, tmp_path: Path, monkeypatch
     assert (tmp_path / "given" / f"kernels-{cache.stamp()}" / "a").is_file() and not home.exists()
 
 
-def test_what_lies_there_is_read_and_what_does_not_is_kept_at_home(site: Path, home: Path) -> None:
+def test_site_kernels_are_read_and_others_are_cached_at_home(site: Path, home: Path) -> None:
     assert cache.read("a") == b"code of a"
     assert cache.read("b") is None
     cache.write("b", b"code of b")
@@ -67,7 +67,7 @@ def test_what_lies_there_is_read_and_what_does_not_is_kept_at_home(site: Path, h
     assert cache.folder() == home / site.name and not (site / "b").exists()
 
 
-def test_it_is_read_where_nothing_can_be_kept(
+def test_site_kernels_are_read_without_a_writable_cache(
     site: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cache, "candidates", lambda: iter([site.parent]))
@@ -75,12 +75,12 @@ def test_it_is_read_where_nothing_can_be_kept(
     assert cache.folder() is None and cache.read("a") == b"code of a" and cache.read("b") is None
 
 
-def test_it_is_not_read_where_others_can_write(site: Path) -> None:
+def test_a_site_folder_that_others_can_write_is_ignored(site: Path) -> None:
     site.chmod(0o777)
     assert cache.read("a") is None
 
 
-def test_what_is_damaged_there_is_said_and_stays(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_site_kernels_are_reported_and_not_removed(site: Path, caplog: pytest.LogCaptureFixture) -> None:
     (site / "a").write_bytes(b"?")
     assert cache.read("a") is cache.read("a") is None
     (record,) = caplog.records

@@ -38,19 +38,19 @@ def reduce(
 
 
 @pytest.mark.parametrize("dtype, op", REDUCIBLE)
-def test_out_of_place(dtype, op):
+def test_reductions_into_a_new_array_match_numpy(dtype, op):
     for length in LENGTHS:
         for n in range(1, 6):
             inputs = [values(dtype, length, 10 * n + k) for k in range(n)]
-            kept, out = [x.copy() for x in inputs], np.empty(length, NUMPY[dtype])
+            originals, out = [x.copy() for x in inputs], np.empty(length, NUMPY[dtype])
             reduce(dtype, op, inputs, [out])
-            assert_same(out, combined(kept, op))
-            for x, before in zip(inputs, kept, strict=True):
+            assert_same(out, combined(originals, op))
+            for x, before in zip(inputs, originals, strict=True):
                 assert_same(x, before)
 
 
 @pytest.mark.parametrize("dtype, op", REDUCIBLE)
-def test_in_place_into_each_input(dtype, op):
+def test_reductions_into_each_input_match_numpy(dtype, op):
     for length in (1, BLOCK, 2 * BLOCK + 3):
         for n in range(1, 6):
             for target in range(n):
@@ -61,7 +61,7 @@ def test_in_place_into_each_input(dtype, op):
 
 
 @pytest.mark.parametrize("dtype, op", REDUCIBLE)
-def test_fused_outputs(dtype, op):
+def test_reductions_into_many_outputs_match_numpy(dtype, op):
     """Into all inputs (symmetric memory), in another order, and into other arrays."""
     for length in (1, BLOCK, 2 * BLOCK + 3):
         for n in range(1, 6):
@@ -77,7 +77,7 @@ def test_fused_outputs(dtype, op):
                 assert_same(out, expected)
 
 
-def test_offset_and_count_leave_the_rest_alone():
+def test_offset_and_count_limit_writes():
     inputs = [values("int16", 100, k) for k in range(3)]
     expected, out = combined(inputs, "sum"), np.full(100, -99, np.int16)
     reduce("int16", "sum", inputs, [out], offset=2 * 30, count=20)
@@ -87,7 +87,7 @@ def test_offset_and_count_leave_the_rest_alone():
 
 @pytest.mark.parametrize("divisor", [1, 2, 4, 7, 13])
 def test_a_mean_of_halves_divides(divisor):
-    """Each quotient lies between two neighbours; by 7 and 13, to multiply by the reciprocal would miss hundreds."""
+    """Each quotient is between two neighbours; for 7 and 13, multiplying by the reciprocal would miss hundreds."""
     quotients = 1 + (2 * np.arange(1024) + 1) * 2.0**-11
     total = divisor * quotients
     first = total.astype(np.float16)
@@ -117,7 +117,7 @@ def all_bits(dtype: str) -> Any:
 
 
 def same_bits_but_nan(actual: Any, expected: Any) -> None:
-    """NaN may change its payload, but stays a NaN of the same sign."""
+    """A NaN may change its payload, but stays a NaN with the same sign."""
     nan = np.isnan(expected.astype(np.float32))
     assert (np.isnan(actual.astype(np.float32)) == nan).all()
     assert (actual.view(np.uint16)[~nan] == expected.view(np.uint16)[~nan]).all()
@@ -134,7 +134,7 @@ def test_every_half_survives_a_round_trip(dtype, op):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_half_plus_others_is_rounded_once(dtype):
+def test_sums_with_halves_are_rounded_once(dtype):
     x = all_bits(dtype)
     for other in (0.0, 1.0, 2.0**-9, 2.0**-12, -65504.0, 3e38, np.inf, -np.inf, np.nan, 6e-8, 1e-40):
         with np.errstate(all="ignore"):
@@ -149,7 +149,7 @@ def test_every_half_plus_others_is_rounded_once(dtype):
 
 @pytest.mark.parametrize("dtype, digits", [("float16", 10), ("bfloat16", 7)])
 def test_ties_go_to_even(dtype, digits):
-    """1 + odd * half a unit lies between two neighbours; so does what is a bit more or less after a third term."""
+    """1 + odd * half a unit is between two neighbours; so are sums slightly above or below after a third term."""
     kind, half = HALVES[dtype], 2.0 ** -(digits + 1)
     ones = [kind(1 + 2 * half * k) for k in range(4)]
     for k, x in enumerate(ones):
@@ -186,7 +186,7 @@ def test_overflow_is_infinite_with_its_sign(dtype, largest):
 
 
 def test_bfloat16_rounding_of_random_floats_equals_ml_dtypes():
-    """Through the mean, whose quotient is any float32: what is rounded has all bits set."""
+    """Through the mean, whose quotient can be any float32: all bits take part in the rounding."""
     random = np.random.default_rng(0)
     inputs = [random.normal(size=50000).astype(ml_dtypes.bfloat16) for _ in range(3)]
     out = np.empty_like(inputs[0])
@@ -216,12 +216,12 @@ def test_mean_of_the_largest_does_not_overflow(dtype):
             assert out[0] == value
 
 
-def test_mean_of_64_bit_integers_at_the_edges():
+def test_means_of_extreme_64_bit_integers_are_exact():
     for dtype, terms in (
         ("uint64", [2**63, 2**62]),
         ("uint64", [2**64 - 3, 1]),
         ("int64", [2**62, 2**61]),
-        ("int64", [-(2**62), -(2**62)]),  # the sum is the lowest number of all, which has no opposite
+        ("int64", [-(2**62), -(2**62)]),  # the sum is the lowest number, which has no opposite
         ("int64", [-(2**62), -(2**62) + 1]),
     ):
         out = np.empty(1, dtype)
@@ -264,14 +264,14 @@ def test_nan_wins_wherever_it_is(dtype, op, n):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
-def test_infinity_is_kept(dtype):
+def test_infinity_stays_infinite(dtype):
     x, y = np.array([np.inf, -np.inf, np.inf], NUMPY[dtype]), np.array([1, 1, -np.inf], NUMPY[dtype])
     out = np.empty(3, NUMPY[dtype])
     reduce(dtype, "sum", [x, y], [out])
     assert np.real(out[0]) == np.inf and np.real(out[1]) == -np.inf and np.isnan(out[2])
 
 
-def test_truth_values_of_other_bytes():
+def test_any_nonzero_byte_is_true():
     """numpy takes every byte but 0 for True."""
     x, y = np.array([2, 0, 1], np.uint8).view(bool), np.array([1, 0, 4], np.uint8).view(bool)
     out = np.empty(3, bool)

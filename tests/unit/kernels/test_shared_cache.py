@@ -1,6 +1,6 @@
-"""Hosts that share a cache folder over a network compile into it at once: no file is ever half there.
+"""Hosts that share a cache folder over a network compile into it at once: no file is ever incomplete.
 
-They share no lock. What tells hosts apart here is the folder of their locks: each has a TMPDIR of its own.
+They share no lock. Here each simulated host has its own folder of locks: a TMPDIR of its own.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def start(program: str, number: int, tmp_path: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_what_is_read_while_hosts_write_and_are_killed_is_whole(tmp_path: Path) -> None:
+def test_files_are_complete_while_hosts_write_and_are_killed(tmp_path: Path) -> None:
     writers = [start(WRITER, number, tmp_path) for number in range(HOSTS)]
     folders = set()
     for writer in writers:
@@ -86,14 +86,14 @@ def test_what_is_read_while_hosts_write_and_are_killed_is_whole(tmp_path: Path) 
     for writer in writers:
         writer.kill()
         writer.communicate()
-    assert (reader.returncode, err) == (0, ""), err  # no file was damaged: that would have been said
+    assert (reader.returncode, err) == (0, ""), err  # no file was damaged: damage would be reported
     assert out.startswith("read ")
-    left = {path.name for path in Path(folders.pop()).iterdir() if not path.name.endswith(".new")}
-    assert left == {"a", "b", "in-use"}  # halves have names of their own, and go after a day
+    remaining = {path.name for path in Path(folders.pop()).iterdir() if not path.name.endswith(".new")}
+    assert remaining == {"a", "b", "in-use"}  # partial files have names of their own, and are removed after a day
 
 
 @pytest.mark.long  # tests/unit/kernels/test_cache.py has processes of one host
-def test_hosts_that_compile_at_once_all_get_it(tmp_path: Path) -> None:
+def test_hosts_can_compile_a_kernel_at_once(tmp_path: Path) -> None:
     started = [start(COMPILES, number, tmp_path) for number in range(HOSTS)]
     killed = start(COMPILES, 0, tmp_path)
     time.sleep(1.5)

@@ -14,7 +14,7 @@ MARGIN = 70
 
 @settings(deadline=None)  # the first call compiles
 @given(nbytes=st.integers(0, 1000), target_shift=st.integers(0, 64), source_shift=st.integers(0, 64))
-def test_every_byte_and_no_other_is_copied(nbytes: int, target_shift: int, source_shift: int) -> None:
+def test_exactly_the_given_bytes_are_copied(nbytes: int, target_shift: int, source_shift: int) -> None:
     source = np.random.default_rng(nbytes).integers(1, 256, nbytes + MARGIN, np.uint8)
     target = np.zeros(nbytes + 2 * MARGIN, np.uint8)
     stream_copy(target.ctypes.data + target_shift, source.ctypes.data + source_shift, nbytes)
@@ -23,9 +23,9 @@ def test_every_byte_and_no_other_is_copied(nbytes: int, target_shift: int, sourc
     assert np.count_nonzero(target) == nbytes
 
 
-def test_the_stores_do_stream() -> None:
-    """Otherwise it is a slow memcpy that nobody notices."""
-    fresh = nb.njit(stream_copy.py_func)  # what comes from the disk cache has no assembly to show
+def test_stores_bypass_the_caches() -> None:
+    """Otherwise the kernel would be a slow memcpy, unnoticed."""
+    fresh = nb.njit(stream_copy.py_func)  # code from the disk cache has no assembly
     fresh.compile((nb.int64, nb.int64, nb.int64))
     (assembly,) = fresh.inspect_asm().values()
     assert any(f"\t{instruction}" in assembly for instruction in ("movnt", "vmovnt", "stnp"))

@@ -28,8 +28,8 @@ def test_the_late_device_has_every_kernel() -> None:
     assert set(DECLARED) <= {name for name in vars(LateKernels) if name[0] != "_"}
 
 
-def test_a_table_that_lacks_a_kernel_cannot_be_made() -> None:
-    """A missing kernel would return None, and leave its target as it was."""
+def test_an_incomplete_table_cannot_be_created() -> None:
+    """A missing kernel would return None, and not change its target."""
 
     class Incomplete(Kernels):
         pass
@@ -38,7 +38,7 @@ def test_a_table_that_lacks_a_kernel_cannot_be_made() -> None:
         Incomplete()  # type: ignore[abstract]
 
 
-def test_a_kernel_of_a_gpu_is_one_function_below_its_caller() -> None:
+def test_a_gpu_kernel_is_one_frame_below_its_caller() -> None:
     """No table of functions that only pass their arguments on: each would cost a frame in every call."""
     launched: list[str] = []
 

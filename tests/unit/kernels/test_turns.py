@@ -33,7 +33,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of kernels for this process and those that it starts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # to look for it again
+    monkeypatch.setattr(tempfile, "tempdir", None)  # to make tempfile read the environment again
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setattr(compile_lock, "POLL", 0.01)
@@ -59,14 +59,14 @@ def holder(shared: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_who_waits_goes_on_when_the_kernel_is_there(holder: subprocess.Popen[str]) -> None:
-    asked = iter([False, False, False, True])
-    with compile_lock.lock_compilation("kernel", lambda: next(asked)):
+def test_a_waiting_process_continues_with_the_compiled_kernel(holder: subprocess.Popen[str]) -> None:
+    answers = iter([False, False, False, True])
+    with compile_lock.lock_compilation("kernel", lambda: next(answers)):
         pass
-    assert next(asked, None) is None and holder.poll() is None
+    assert next(answers, None) is None and holder.poll() is None
 
 
-def test_what_is_there_needs_no_lock(shared: Path) -> None:
+def test_an_existing_kernel_needs_no_lock(shared: Path) -> None:
     with compile_lock.lock_compilation("kernel", lambda: True):
         assert compile_lock.lock_file.cache_info().currsize == 0
 
@@ -76,7 +76,7 @@ def test_another_kernel_is_not_waited_for(holder: subprocess.Popen[str]) -> None
         assert holder.poll() is None
 
 
-def test_a_process_that_is_killed_while_it_compiles_is_not_waited_for(holder: subprocess.Popen[str]) -> None:
+def test_a_killed_compiling_process_is_not_waited_for(holder: subprocess.Popen[str]) -> None:
     threading.Timer(0.5, holder.send_signal, [signal.SIGKILL]).start()
     start = time.monotonic()
     with compile_lock.lock_compilation("kernel", lambda: False):
@@ -84,7 +84,7 @@ def test_a_process_that_is_killed_while_it_compiles_is_not_waited_for(holder: su
     assert 0.4 < time.monotonic() - start < 30
 
 
-def test_a_process_that_is_stopped_is_waited_for_so_long_and_no_longer(
+def test_a_stopped_process_is_waited_for_up_to_a_limit(
     holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compile_lock, "LONGEST_WAIT", 0.6)
@@ -120,20 +120,20 @@ def test_a_file_system_without_locks_lets_each_compile(
     assert "no locks on this node (No locks available)" in record.getMessage()
 
 
-def test_locks_are_of_the_node_whatever_the_cache_is_on(shared: Path) -> None:
-    """On a network file system locks may have no answer, and all nodes would ask at once."""
+def test_locks_are_local_to_the_node(shared: Path) -> None:
+    """On a network file system locks may hang, and all nodes would request them at once."""
     assert compile_lock.lock_file() is not None
     assert (shared.parents[1] / f"commlib-{os.geteuid()}" / "locks").exists()
     assert not (shared / "locks").exists()
 
 
-def test_without_a_folder_nobody_waits(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_there_is_no_wait(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_lock, "folder", lambda: None)
     with compile_lock.lock_compilation("kernel", lambda: False):
         assert compile_lock.lock_file() is None
 
 
-def test_what_takes_long_is_said_once(
+def test_long_compilations_are_reported_once(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compile_three() -> None:
@@ -142,7 +142,7 @@ def test_what_takes_long_is_said_once(
                 time.sleep(0.1)
 
     compile_three()
-    assert not caplog.records  # it was short
+    assert not caplog.records  # the compilation was short
     monkeypatch.setattr(compile_lock, "SILENT", 0.05)
     compile_three()
     (record,) = caplog.records
@@ -150,7 +150,7 @@ def test_what_takes_long_is_said_once(
     assert str(shared) in record.getMessage()
 
 
-def test_the_line_says_how_many_kernels_and_what_to_do(
+def test_the_line_has_the_number_of_kernels_and_a_remedy(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (shared / "stored").touch()
@@ -164,10 +164,10 @@ def test_the_line_says_how_many_kernels_and_what_to_do(
     assert f"CPU, once: 2 so far, 5 to 30 s in total (stored in {shared}, where 1 are); 'commlib warm' compiles" in line
 
 
-def test_the_only_kernel_is_said_too(
+def test_a_single_kernel_is_reported_too(
     shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody else compiles, so nothing is waited for, and no later kernel comes."""
+    """Nothing else compiles, so there is no wait, and no later kernel follows."""
     monkeypatch.setattr(compile_lock, "SILENT", 0.05)
     with compile_lock.lock_compilation("only", lambda: False):
         time.sleep(0.1)

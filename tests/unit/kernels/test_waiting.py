@@ -1,4 +1,4 @@
-"""Waiting beside processes that compute: a wait comes back to Python soon, whoever else wants the core."""
+"""Waiting next to busy processes: a wait returns to Python soon on a shared core."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def crowded_core():
         busy.communicate()
 
 
-def test_yielding_to_others_ends_soon(crowded_core):
+def test_a_wait_on_a_shared_core_returns_soon(crowded_core):
     """Each yield lets the other process use up its slice, here some 1.4 ms: all 2000 of them would take 2.8 s."""
     memory = np.zeros(1024, np.int64)
     control = np.zeros(kernels.CONTROL_FIELDS, np.int64)

@@ -1,4 +1,4 @@
-"""A launcher and a library that do not find each other: seen for every launcher, and what to type depends on both."""
+"""A mismatch of launcher and library: detected for every launcher; the suggested command depends on both."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_a_world_of_one_is_an_error_under_every_launcher(name):
         (CRAY, {}, "Type srun --mpi=cray_shasta, or "),
     ],
 )
-def test_what_to_type_in_an_allocation(library, kind, typed):
+def test_in_an_allocation_the_error_suggests_a_command(library, kind, typed):
     with pytest.raises(TransportError) as caught:
         check_launcher(mpi(1, library), STEP | kind)
     assert typed in str(caught.value) and "mpiexec" in str(caught.value)
 
 
-def test_what_was_typed_already_is_not_told_again():
+def test_the_command_in_use_is_not_suggested():
     environment = STEP | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.12.0"}
     with pytest.raises(TransportError) as caught:
         check_launcher(mpi(1), environment)
@@ -66,12 +66,12 @@ FINE = {
 
 
 @pytest.mark.parametrize("case", FINE)
-def test_a_world_of_one_that_is_meant(case):
+def test_an_intended_world_of_one_is_accepted(case):
     check_launcher(mpi(1), FINE[case])
 
 
 @pytest.mark.parametrize("name", ["Open MPI 5", "srun --mpi=pmix", "jsrun"])
-def test_a_library_that_would_end_the_process_is_told_before(monkeypatch, name):
+def test_a_library_that_would_end_the_process_is_reported_before(monkeypatch, name):
     environment = CASES[name][0]
     monkeypatch.setattr(launcher_match, "mapped_libraries", lambda part: [])
     with pytest.raises(TransportError, match=r"MPICH 5\.0\.2"):
@@ -81,13 +81,13 @@ def test_a_library_that_would_end_the_process_is_told_before(monkeypatch, name):
     check_before_start("MPICH 5.0.2", environment)
 
 
-def test_a_library_that_nobody_knows_is_not_open_mpis(monkeypatch):
+def test_an_unknown_library_is_not_open_mpi(monkeypatch):
     monkeypatch.setattr(launcher_match, "mapped_libraries", lambda part: [])
     with pytest.raises(TransportError, match="Some MPI"):
         check_before_start("Some MPI 1.2", CASES["Open MPI 4"][0])
 
 
-def test_before_the_start_nothing_is_said_of_others(monkeypatch):
+def test_before_the_start_other_libraries_are_not_reported(monkeypatch):
     monkeypatch.setattr(launcher_match, "mapped_libraries", lambda part: [])
     for environment in (CASES["MPICH"][0], CASES["srun --mpi=none"][0], {}):
         check_before_start("MPICH 5.0.2", environment)

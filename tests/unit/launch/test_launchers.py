@@ -1,4 +1,4 @@
-"""Rank and local rank by the word of every launcher: environments as data."""
+"""Rank and local rank from the environment of every launcher."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tests.inputs.launcher_environments import CASES, STEP
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_launcher_tells(name):
+def test_rank_and_size_come_from_the_launcher(name):
     environment, (command, *numbers), helps = CASES[name]
-    found = find_launcher(environment)
-    assert found is not None and found.launcher.command == command
-    assert [found.rank, found.size, found.local_rank, found.local_size, found.node] == numbers
+    launcher = find_launcher(environment)
+    assert launcher is not None and launcher.launcher.command == command
+    assert [launcher.rank, launcher.size, launcher.local_rank, launcher.local_size, launcher.node] == numbers
     assert launched_rank(environment) == 3 and is_launched(environment) is helps
-    assert found.processes == (found.size or 4)
+    assert launcher.processes == (launcher.size or 4)
 
 
 @pytest.mark.parametrize("node, tasks", [(0, 2), (1, 2), (2, 1), (3, 4), (5, 4), (6, None)])
-def test_tasks_on_a_node_of_slurm(node, tasks):
+def test_slurms_tasks_on_a_node_are_counted(node, tasks):
     environment = STEP | {"SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": "2(x2),1,4(x3)"}
-    found = find_launcher(environment)
-    assert found is not None and found.local_size == tasks
+    launcher = find_launcher(environment)
+    assert launcher is not None and launcher.local_size == tasks
 
 
 NOBODY = {
@@ -34,6 +34,6 @@ NOBODY = {
 
 
 @pytest.mark.parametrize("case", NOBODY)
-def test_nobody_has_launched_it(case):
+def test_a_plain_process_has_no_launcher(case):
     assert find_launcher(NOBODY[case]) is None
     assert launched_rank(NOBODY[case]) == 0 and not is_launched(NOBODY[case])

@@ -10,7 +10,7 @@ import pytest
 from commlib.launch.library_name import load_as
 
 
-def test_what_is_linked_with_the_other_name_finds_its_functions():
+def test_a_program_linked_to_the_other_name_finds_its_functions():
     name = f"libcommlib-test-{os.getpid()}.so.12"
     with pytest.raises(OSError):
         ctypes.CDLL(name)
@@ -20,6 +20,6 @@ def test_what_is_linked_with_the_other_name_finds_its_functions():
     assert library.cos(0.0) == 1.0
 
 
-def test_a_library_that_is_not_there():
+def test_a_missing_library_is_an_error():
     with pytest.raises(OSError, match=r"libcommlib-nowhere\.so\.1"):
         load_as("libcommlib-other.so.1", "libcommlib-nowhere.so.1")

@@ -68,7 +68,7 @@ def test_a_refactored_mesh_shares_communicators():
         other = mesh.refactor({("dp", "tp"): ("rows", "ep")}, ep=4)  # the same name, in another mesh
         assert (other["ep"].size, experts["ep"].size) == (4, 2)
         experts.close()
-        check_group(comm, mesh["dp"], mesh.shape.group(comm.rank, "dp"))  # not closed with it
+        check_group(comm, mesh["dp"], mesh.shape.group(comm.rank, "dp"))  # not closed with the other mesh
         mesh.close()
         with pytest.raises(UsageError, match="is closed"):
             other["tp"]
@@ -76,7 +76,7 @@ def test_a_refactored_mesh_shares_communicators():
     run(4, check)
 
 
-def test_names_of_axes_are_asked_for():
+def test_names_of_axes_are_required():
     def check(comm):
         mesh = Mesh(ranks=comm, dp=-1, tp=2)
         experts = mesh.refactor({"dp": {"edp": -1, "ep": 1}})
@@ -96,7 +96,7 @@ def test_names_of_axes_are_asked_for():
     run(2, check)
 
 
-def test_ranks_that_want_different_meshes_are_told():
+def test_different_meshes_are_an_error():
     def check(comm):
         with pytest.raises(MismatchError) as caught:
             Mesh(ranks=comm, dp=4, tp=1) if comm.rank == 2 else Mesh(ranks=comm, dp=-1, tp=2)
@@ -110,7 +110,7 @@ def test_ranks_that_want_different_meshes_are_told():
     run(4, check, nodes=[0, 0, 1, 1])
 
 
-def test_sizes_that_are_wrong_on_one_rank_only():
+def test_wrong_sizes_on_one_rank_do_not_hang():
     """The others must not wait for it."""
 
     def check(comm):
@@ -122,7 +122,7 @@ def test_sizes_that_are_wrong_on_one_rank_only():
     run(2, check)
 
 
-def test_order_of_names_in_a_product_is_the_order_of_ranks():
+def test_the_order_of_names_in_a_product_is_the_order_of_ranks():
     def check(comm):
         mesh = Mesh(ranks=comm, dp=2, tp=3)
         assert mesh["dp", "tp"] is not mesh["tp", "dp"]
@@ -132,7 +132,7 @@ def test_order_of_names_in_a_product_is_the_order_of_ranks():
     run(6, check)
 
 
-def test_picture_and_repr_know_the_nodes():
+def test_picture_and_repr_show_the_nodes():
     def check(comm):
         mesh = Mesh(ranks=comm, dp=2, tp=-1)
         return repr(mesh), mesh.picture(), mesh.shape.picture(ranks_per_node=2)
@@ -142,7 +142,7 @@ def test_picture_and_repr_know_the_nodes():
         assert text == f"<Mesh(dp=2, tp=2) over world: rank {rank} at dp={rank // 2}, tp={rank % 2}>"
 
 
-def test_with_closes_it():
+def test_a_with_block_closes_the_mesh():
     def check(comm):
         with Mesh(ranks=comm, dp=-1) as mesh:
             check_group(comm, mesh["dp"], (0, 1))
@@ -154,8 +154,8 @@ def test_with_closes_it():
     run(2, check)
 
 
-def test_an_exception_on_one_rank_passes_through_with():
-    """Closing is collective, and the other rank does not come to it."""
+def test_an_exception_on_one_rank_leaves_the_with_block():
+    """Closing is collective, and the other rank does not close."""
 
     def check(comm):
         if comm.rank == 0:
@@ -179,7 +179,7 @@ def test_a_rank_that_does_not_close_is_named():
     run(2, check, config=Config(timeout=1))
 
 
-def test_a_product_that_one_rank_asks_for_alone_is_no_hang():
+def test_a_product_on_one_rank_alone_does_not_hang():
     def check(comm):
         mesh = Mesh(ranks=comm, dp=-1, tp=1)
         if comm.rank == 0:
@@ -189,6 +189,6 @@ def test_a_product_that_one_rank_asks_for_alone_is_no_hang():
     run(2, check, config=Config(timeout=1))
 
 
-def test_what_is_no_communicator_is_refused():
+def test_other_objects_are_refused():
     with pytest.raises(UsageError, match="Mesh: ranks is the int 3: expected a Communicator"):
         Mesh(ranks=3, dp=-1)  # type: ignore[arg-type]

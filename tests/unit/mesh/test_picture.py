@@ -32,7 +32,7 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_golden(name: str) -> None:
+def test_pictures_match_the_golden_files(name: str) -> None:
     file = GOLDEN / f"{name}.txt"
     if os.environ.get("COMMLIB_GOLDEN") == "write":
         file.write_text(PICTURES[name], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""MeshShape: ranks and coordinates, groups of axes and products, refactoring, and what errors propose."""
+"""MeshShape: ranks and coordinates, groups of axes and products, refactoring, and suggestions of errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_array(mesh: MeshShape) -> np.ndarray[Any, Any]:
 
 
 @given(shapes())
-def test_coordinates_are_numpy_s(mesh: MeshShape) -> None:
+def test_coordinates_match_numpy(mesh: MeshShape) -> None:
     for rank in range(mesh.ranks):
         expected = dict(zip(mesh.axes, map(int, np.argwhere(as_array(mesh) == rank)[0]), strict=True))
         assert mesh.coordinates(rank) == expected
@@ -90,7 +90,7 @@ def test_refactoring_keeps_the_order_of_ranks(case: tuple[MeshShape, tuple[str, 
     mesh, old, new = case
     assert new.groups("x", "y") == mesh.groups(*old) == new.groups(*old)
     assert new.size("x") * new.size("y") == mesh.size(*old)
-    for axis in mesh.axes:  # old names mean what they meant
+    for axis in mesh.axes:  # old names keep their meaning
         assert new.groups(axis) == mesh.groups(axis)
     for rank in range(mesh.ranks):
         assert new.rank_at(**new.coordinates(rank)) == rank == new.rank_at(**mesh.coordinates(rank))
@@ -107,16 +107,22 @@ def test_old_and_new_axes_of_one_part_have_no_product(case: tuple[MeshShape, tup
             assert new.size(axis, "x") == new.size(axis) * new.size("x")
 
 
-def test_three_ways_to_say_a_refactoring() -> None:
+def test_a_refactoring_can_be_written_in_three_ways() -> None:
     mesh = MeshShape.of({"pp": 2, "dp": 8, "tp": 2}, 32)
-    made = mesh.refactor({"dp": {"edp": -1, "ep": 4}})
-    assert made.axes == ("pp", "edp", "ep", "tp") and made.names == ("pp", "edp", "ep", "tp", "dp")
-    assert made == mesh.refactor({"dp": {"edp": 2, "ep": 4}}) == mesh.refactor({"dp": ("edp", "ep")}, ep=4)
-    assert str(made) == "Mesh(pp=2, edp=2, ep=4, tp=2; dp=8)"
+    refactored_mesh = mesh.refactor({"dp": {"edp": -1, "ep": 4}})
+    assert refactored_mesh.axes == ("pp", "edp", "ep", "tp") and refactored_mesh.names == (
+        "pp",
+        "edp",
+        "ep",
+        "tp",
+        "dp",
+    )
+    assert refactored_mesh == mesh.refactor({"dp": {"edp": 2, "ep": 4}}) == mesh.refactor({"dp": ("edp", "ep")}, ep=4)
+    assert str(refactored_mesh) == "Mesh(pp=2, edp=2, ep=4, tp=2; dp=8)"
 
 
-def test_experts_over_data_and_tensor_ranks() -> None:
-    """Where ep is no multiple of tp, the expert axes are another factorisation of the same ranks, not a finer one."""
+def test_experts_can_span_data_and_tensor_ranks() -> None:
+    """If ep is no multiple of tp, the expert axes are another factorisation of the same ranks, not a finer one."""
     mesh = MeshShape.of({"dp": 3, "tp": 4}, 12).refactor({("dp", "tp"): {"edp": 2, "ep": 6}})
     assert mesh.groups("ep") == (tuple(range(6)), tuple(range(6, 12)))
     assert mesh.groups("tp")[1] == (4, 5, 6, 7)
@@ -132,12 +138,12 @@ def test_independent_refactorings_combine() -> None:
     assert both.axes == mesh.axes
 
 
-def test_an_axis_of_one_rank() -> None:
+def test_an_axis_may_have_one_rank() -> None:
     mesh = MeshShape.of({"pp": 1, "dp": -1, "tp": 1}, 3)
     assert mesh.groups("pp") == mesh.groups("tp", "pp") == ((0,), (1,), (2,))
 
 
-def test_numpy_s_integers_are_sizes() -> None:
+def test_numpy_integers_are_sizes() -> None:
     assert MeshShape.of({"dp": np.int64(2), "tp": np.int32(-1)}, 8).size("tp") == 4  # type: ignore[dict-item]
 
 
@@ -177,7 +183,7 @@ def test_numpy_s_integers_are_sizes() -> None:
         ({"dp": -1}, 0, "there are 0 ranks"),
     ],
 )
-def test_wrong_sizes(sizes: Any, ranks: int, message: str) -> None:
+def test_wrong_sizes_are_refused(sizes: Any, ranks: int, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         MeshShape.of(sizes, ranks)
     assert message in str(caught.value)
@@ -207,13 +213,13 @@ def test_many_divisors_are_abridged() -> None:
         ({"dp": {}}, {}, "no axis: give at least one"),
     ],
 )
-def test_wrong_refactorings(factors: Any, sizes: dict[str, int], message: str) -> None:
+def test_wrong_refactorings_are_refused(factors: Any, sizes: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         MeshShape.of({"pp": 2, "dp": 4, "tp": 2}, 16).refactor(factors, **sizes)
     assert message in str(caught.value)
 
 
-def test_wrong_questions() -> None:
+def test_wrong_queries_are_refused() -> None:
     mesh = MeshShape.of({"dp": 2, "tp": 2}, 4)
     for question, message in (
         (lambda: mesh.size("pp"), "has no axis 'pp'; it has dp, tp"),

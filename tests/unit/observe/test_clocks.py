@@ -14,18 +14,18 @@ AHEAD = {0: 0, 1: 5_000_000_000, 2: 5_000_000_000, 3: -77_000_000}  # ns, of eac
 CLOCKS = {0: "a", 1: "b", 2: "b", 3: "c"}
 
 
-def test_offsets_are_found_within_their_errors():
+def test_offsets_are_within_their_errors():
     def work(comm):
         return compare_clocks(comm, CLOCKS, now=lambda: monotonic_ns() + AHEAD[comm.rank])
 
-    found = run(4, work, nodes=[0, 1, 1, 2])
-    assert (found[0].offset, found[0].error) == (0, 0) and found[1] == found[2]
+    offsets_ = run(4, work, nodes=[0, 1, 1, 2])
+    assert (offsets_[0].offset, offsets_[0].error) == (0, 0) and offsets_[1] == offsets_[2]
     for rank in (1, 3):
-        one = found[rank]
+        one = offsets_[rank]
         assert one.to == 0 and abs(one.offset + AHEAD[rank]) <= one.error < 50_000_000
 
 
-def test_ranks_that_take_no_part_are_not_waited_for():
+def test_ranks_not_taking_part_are_not_waited_for():
     def work(comm):
         if comm.rank != 0:
             return compare_clocks(comm, {1: "a", 2: "b"}, now=lambda: monotonic_ns() + AHEAD[comm.rank]).to
@@ -51,5 +51,5 @@ def test_ranks_with_one_clock_send_nothing(clocks):
     assert noted == expected and bool(sent) == bool(received) == expected
 
 
-def test_the_clock_of_this_machine_has_a_name():
+def test_this_machines_clock_has_a_name():
     assert clock_id() == clock_id() != ""

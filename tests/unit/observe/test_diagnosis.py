@@ -1,4 +1,4 @@
-"""A diagnosis names what is wrong, from what the ranks have written."""
+"""A diagnosis names the fault, from the dumps of the ranks."""
 
 from __future__ import annotations
 
@@ -64,31 +64,31 @@ def kinds(diagnosis: Diagnosis):
     return [(finding.kind, finding.ranks) for finding in diagnosis.findings]
 
 
-def test_a_rank_that_has_not_come():
-    """It is in its own code: who waits for it, in what, and where it is."""
+def test_a_late_rank_is_located():
+    """It is in its own code: the diagnosis names the waiting ranks, their call, and its position."""
     late = dump(2, groups=[group("world", 2, running=False)])
-    found = diagnose([*(in_call(rank, "world", 3) for rank in (0, 1, 3)), late])
-    assert kinds(found) == [("missing", (2,))]
-    text = found.findings[0].text
+    diagnosis_ = diagnose([*(in_call(rank, "world", 3) for rank in (0, 1, 3)), late])
+    assert kinds(diagnosis_) == [("missing", (2,))]
+    text = diagnosis_.findings[0].text
     assert text.startswith(f"rank 2 is missing in world: {CALL} (call 3), where ranks 0-1, 3 wait;")
     assert text.endswith("it is at train.py:12 in step: work()")
-    assert found.seconds == 6.0
+    assert diagnosis_.seconds == 6.0
 
 
-def test_ranks_that_are_missing_at_the_same_place_are_told_of_together():
+def test_ranks_missing_at_the_same_place_are_reported_together():
     late = [dump(rank, groups=[group("world", 2, running=False)], line=20) for rank in (2, 3)]
-    found = diagnose([*(in_call(rank, "world", 3) for rank in (0, 1)), *late])
-    assert kinds(found) == [("missing", (2, 3))]
-    text = found.findings[0].text
+    diagnosis_ = diagnose([*(in_call(rank, "world", 3) for rank in (0, 1)), *late])
+    assert kinds(diagnosis_) == [("missing", (2, 3))]
+    text = diagnosis_.findings[0].text
     assert text.startswith("ranks 2-3 are missing in world: ") and "; they are at train.py:20" in text
 
 
-def test_a_rank_that_has_called_nothing_in_the_group():
-    found = diagnose([*(in_call(rank, "world", 1) for rank in (0, 1, 3)), dump(2)])
-    assert kinds(found) == [("missing", (2,))]
+def test_a_rank_without_calls_in_the_group_is_named():
+    diagnosis_ = diagnose([*(in_call(rank, "world", 1) for rank in (0, 1, 3)), dump(2)])
+    assert kinds(diagnosis_) == [("missing", (2,))]
 
 
-def test_ranks_that_do_the_same_are_told_of_together():
+def test_ranks_in_the_same_state_are_reported_together():
     same = [replace(in_call(rank, "world", 1), threads=(thread(5, inside=True),)) for rank in (0, 1, 3)]
     states = diagnose([*same, dump(2)]).states
     assert [(state.ranks, state.place) for state in states] == [
@@ -101,15 +101,15 @@ def test_ranks_that_do_the_same_are_told_of_together():
     "state, kind, words",
     [("T", "stopped", "kill -CONT 102"), ("", "gone", "has ended"), ("D", "silent", "disk"), ("R", "silent", "lock")],
 )
-def test_a_rank_that_has_written_nothing(state, kind, words):
-    """Its neighbours saw what its process does."""
+def test_a_rank_without_a_dump_is_described_by_its_neighbours(state, kind, words):
+    """Its neighbours recorded the state of its process."""
     seen = ProcessState(2, "host", 102, state)
-    found = diagnose([replace(in_call(rank, "world", 1), neighbours=(seen,)) for rank in (0, 1, 3)])
-    assert kinds(found) == [(kind, (2,))]
-    assert words in found.findings[0].text and "102" in found.findings[0].text
+    diagnosis_ = diagnose([replace(in_call(rank, "world", 1), neighbours=(seen,)) for rank in (0, 1, 3)])
+    assert kinds(diagnosis_) == [(kind, (2,))]
+    assert words in diagnosis_.findings[0].text and "102" in diagnosis_.findings[0].text
 
 
-def test_who_waits_for_a_rank_that_is_stopped_is_not_missing_elsewhere():
+def test_ranks_waiting_for_a_stopped_rank_are_not_called_missing():
     """Ranks 1 and 3 wait for rank 2, and that one for rank 0, which cannot write."""
     seen = ProcessState(0, "host", 100, "T")
     behind = [group("world", 4, running=False)]
@@ -121,34 +121,34 @@ def test_who_waits_for_a_rank_that_is_stopped_is_not_missing_elsewhere():
     assert kinds(diagnose(dumps)) == [("stopped", (0,))]
 
 
-def test_ranks_of_which_nobody_knows_anything():
-    found = diagnose([in_call(0, "world", 1)])
-    assert kinds(found) == [("silent", (1, 2, 3))]
+def test_ranks_without_any_information_are_listed():
+    diagnosis_ = diagnose([in_call(0, "world", 1)])
+    assert kinds(diagnosis_) == [("silent", (1, 2, 3))]
 
 
-def test_the_first_call_that_differs_is_found_though_all_wait_in_a_later_one():
-    """Rank 1 has skipped one, so the same calls have lower numbers on it from there on."""
+def test_the_first_different_call_is_found_though_all_wait_in_a_later_one():
+    """Rank 1 has skipped a call, so later calls have lower numbers on it."""
     other = "broadcast of shape (4,) float32, root=0, algorithm=auto"
     skipped = in_call(1, "world", 9, texts=[CALL, other, CALL, CALL])  # calls 6 to 9
     ranks = [in_call(rank, "world", 9, texts=[CALL, CALL, other, CALL]) for rank in (0, 2, 3)]
-    found = diagnose([ranks[0], skipped, *ranks[1:]])
-    assert [kind for kind, _ in kinds(found)] == ["mismatch"]
-    assert "world: call 7 is not the same on all ranks" in found.findings[0].text
-    assert f"ranks 0, 2-3: {CALL}" in found.findings[0].text and f"rank 1: {other}" in found.findings[0].text
+    diagnosis_ = diagnose([ranks[0], skipped, *ranks[1:]])
+    assert [kind for kind, _ in kinds(diagnosis_)] == ["mismatch"]
+    assert "world: call 7 is not the same on all ranks" in diagnosis_.findings[0].text
+    assert f"ranks 0, 2-3: {CALL}" in diagnosis_.findings[0].text and f"rank 1: {other}" in diagnosis_.findings[0].text
 
 
-def test_a_difference_that_was_survived_is_no_finding():
-    """Some verbs let ranks go on that called different things; whoever waits elsewhere does so for another reason."""
+def test_a_survived_difference_is_not_reported():
+    """Some verbs let mismatched ranks continue; ranks that wait elsewhere have another reason."""
     odd = group("A", 1, ["barrier"])
     even = group("A", 1, [CALL])
-    found = diagnose([in_call(0, "world", 2, more=[odd]), in_call(1, "world", 2, more=[even]), dump(2), dump(3)])
-    assert [kind for kind, _ in kinds(found)] == ["missing", "missing"]
+    diagnosis_ = diagnose([in_call(0, "world", 2, more=[odd]), in_call(1, "world", 2, more=[even]), dump(2), dump(3)])
+    assert [kind for kind, _ in kinds(diagnosis_)] == ["missing", "missing"]
 
 
-def test_groups_that_wait_for_each_other():
+def test_groups_waiting_for_each_other_are_a_deadlock():
     """Rank 0 is in A and rank 1 in B, and both are needed in both. Rank 3 only waits behind them."""
     pair, behind = (0, 1), (1, 3)
-    found = diagnose(
+    diagnosis_ = diagnose(
         [
             in_call(0, "A", 1, ranks=pair),
             in_call(1, "B", 1, ranks=pair),
@@ -156,13 +156,13 @@ def test_groups_that_wait_for_each_other():
             in_call(3, "C", 1, ranks=behind),
         ]
     )
-    assert kinds(found) == [("deadlock", (0, 1))]
-    text = found.findings[0].text
+    assert kinds(diagnosis_) == [("deadlock", (0, 1))]
+    text = diagnosis_.findings[0].text
     assert f"rank 0 waits for rank 1 in A: {CALL} (call 1)\n      at train.py:10 in step" in text
     assert f"rank 1 waits for rank 0 in B: {CALL} (call 1)\n      at train.py:11 in step" in text
 
 
-def test_a_circle_of_messages():
+def test_messages_in_a_circle_are_a_deadlock():
     waits = {0: 1, 1: 2, 2: 0}
     dumps = [
         dump(rank, waits=[Wait(f"world: recv from rank {peer}", "world", 0, 6.0, (peer,), 7)])
@@ -171,8 +171,8 @@ def test_a_circle_of_messages():
     assert kinds(diagnose([*dumps, dump(3)])) == [("deadlock", (0, 1, 2))]
 
 
-def test_ranks_that_compute_while_works_of_theirs_are_queued_are_in_no_circle():
-    """They will come to it."""
+def test_computing_ranks_with_queued_works_are_in_no_circle():
+    """They will reach the wait."""
     runs_works = ThreadState("commlib-progress", 7, (), -1, False)
     computes = replace(thread(5, inside=False), identifier=1)
     one = replace(in_call(0, "A", 1, ranks=(0, 1)), threads=(computes, runs_works))
@@ -180,13 +180,13 @@ def test_ranks_that_compute_while_works_of_theirs_are_queued_are_in_no_circle():
     assert [kind for kind, _ in kinds(diagnose([one, two, dump(2), dump(3)]))] == ["unknown"]
 
 
-def test_operations_by_name():
-    """Ranks 0 and 2 have asked for one that the others have not."""
-    asked = NamedCall("process set 0", "w", "allreduce 'w'", ((0, SIZE - 1),), 8.0)
-    found = diagnose([dump(0, named=[asked]), dump(1), dump(2, named=[asked]), dump(3)])
-    assert kinds(found) == [("missing", (1,)), ("missing", (3,))]
+def test_missing_named_operations_are_reported():
+    """Ranks 0 and 2 have requested an operation that the others have not."""
+    named_call = NamedCall("process set 0", "w", "allreduce 'w'", ((0, SIZE - 1),), 8.0)
+    diagnosis_ = diagnose([dump(0, named=[named_call]), dump(1), dump(2, named=[named_call]), dump(3)])
+    assert kinds(diagnosis_) == [("missing", (1,)), ("missing", (3,))]
     text = "rank 1 is missing in process set 0: allreduce 'w', where ranks 0, 2 wait; it is at train.py:11"
-    assert found.findings[0].text.startswith(text) and found.seconds == 8.0
+    assert diagnosis_.findings[0].text.startswith(text) and diagnosis_.seconds == 8.0
 
 
 @pytest.mark.parametrize(
@@ -196,16 +196,16 @@ def test_ranks_are_kept_as_ranges(ranks, ranges):
     assert ranges_of(ranks) == ranges and list(members(ranges)) == sorted(ranks)
 
 
-def test_nothing_is_made_up():
+def test_a_plain_wait_gives_no_findings():
     """All are in the same call."""
     assert kinds(diagnose([in_call(rank, "world", 3) for rank in range(SIZE)])) == [("unknown", ())]
 
 
-def test_dumps_are_read_as_they_were_written(tmp_path):
-    asked = NamedCall("process set 0", "w", "allreduce 'w'", ((0, 1),), 8.0)
+def test_dumps_survive_their_files(tmp_path):
+    named_call = NamedCall("process set 0", "w", "allreduce 'w'", ((0, 1),), 8.0)
     seen = ProcessState(2, "host", 102, "T")
     written = [
-        replace(in_call(0, "world", 3), named=(asked,), neighbours=(seen,)),
+        replace(in_call(0, "world", 3), named=(named_call,), neighbours=(seen,)),
         dump(1, waits=[Wait("recv", "world", 0, 6.0, (0,), 7)]),
     ]
     folder = HangFolder.of(tmp_path, "abc", 1)
@@ -214,10 +214,10 @@ def test_dumps_are_read_as_they_were_written(tmp_path):
     for each in written:
         folder.write(each)
     assert folder.exists() and folder.ranks() == {0, 1} and folder.read() == written
-    assert sorted(path.name for path in folder.path.iterdir()) == ["rank-0.json", "rank-1.json"]  # nothing beside them
+    assert sorted(path.name for path in folder.path.iterdir()) == ["rank-0.json", "rank-1.json"]  # no other files
 
 
-def test_one_rank_claims_the_diagnosis_and_one_the_end(tmp_path):
+def test_one_rank_claims_the_diagnosis_and_one_claims_the_end(tmp_path):
     folder = HangFolder.of(tmp_path, "abc", 1)
     folder.create()
     assert not folder.is_diagnosed and not folder.has_ended
@@ -242,7 +242,7 @@ def test_hangs_are_found_in_every_folder_above_them(tmp_path):
     ]]  # fmt: skip
 
 
-def test_what_is_no_dump_is_refused(tmp_path):
+def test_other_files_are_refused(tmp_path):
     with pytest.raises(UsageError, match="no dump found"):
         find_hangs(tmp_path)
     with pytest.raises(UsageError, match="is not a folder"):

@@ -1,4 +1,4 @@
-"""A command finds a running job by its name, folder or process, and says why it does not."""
+"""A command finds a running job by its name, folder or process, or reports why not."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_job_of_several_hosts_dumps_into_its_folder_of_hangs(tmp_path: Path) -
         (str(Path(__file__).parent), "has no folder of a job"),
     ],
 )
-def test_who_is_no_job(name: str, text: str, tmp_path: Path) -> None:
+def test_a_name_without_a_job_is_an_error(name: str, text: str, tmp_path: Path) -> None:
     run("ab12", tmp_path)
     with pytest.raises(UsageError, match=text):
         find_job(name)
@@ -85,7 +85,7 @@ def test_a_job_must_be_named_if_there_are_several_or_none(tmp_path: Path) -> Non
         find_job(None)
 
 
-def test_a_job_that_has_ended(tmp_path: Path, shared_memory: Path) -> None:
+def test_an_ended_job_is_an_error(tmp_path: Path, shared_memory: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         folder = run("ab12", tmp_path, process=process.pid)
         process.kill()
@@ -99,7 +99,7 @@ def test_a_job_that_has_ended(tmp_path: Path, shared_memory: Path) -> None:
     assert [folder.token for folder in node_folder.node_folders()] == ["cd34"]
 
 
-def test_a_job_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_another_user_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run("ab12", tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: folder.path.stat().st_uid + 1)
     with pytest.raises(UsageError, match=r"job ab12 belongs to \w+: only that user can request its dumps"):
@@ -110,7 +110,7 @@ def test_a_job_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         folder.join(own_record("ab12", 1, 2, "", is_alone=True))
 
 
-def test_all_who_can_answer_are_waited_for(tmp_path: Path) -> None:
+def test_all_running_ranks_are_waited_for(tmp_path: Path) -> None:
     node = run("ab12", tmp_path)
 
     def answer() -> None:
@@ -128,7 +128,7 @@ def test_all_who_can_answer_are_waited_for(tmp_path: Path) -> None:
     assert folder.path == node.path / "now-1"
 
 
-def test_who_does_not_answer(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     run("ab12", tmp_path)
     with pytest.raises(UsageError, match=r"job ab12: no rank has written to .*now-1 in 0.2 s: has it ended, or do its"):
         request_dumps(find_job("ab12"), 0.2)

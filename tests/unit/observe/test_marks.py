@@ -1,4 +1,4 @@
-"""Marks beside operations: when threads wait, packing, codecs, steps; who writes them, and when nobody does."""
+"""Marks other than operations: waits of threads, packing, codecs, steps; written only with a timeline."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_a_span_has_a_begin_an_end_and_its_error(tmp_path):
     assert (step["ph"], step["cat"], step["args"]) == ("i", "step", {"by": "user"})
 
 
-def test_nobody_writes_marks_without_a_timeline():
+def test_marks_are_written_only_with_a_timeline():
     journal = Journal("world")
-    assert journal.span("codec", "encode") is journal.span("pack", "pack")  # one that does nothing, for all
+    assert journal.span("codec", "encode") is journal.span("pack", "pack")  # a shared span that does nothing
     journal.recorder = recorder = Recorder()
     with journal.span("codec", "encode"):
         journal.step("user")
@@ -55,7 +55,7 @@ def test_nobody_writes_marks_without_a_timeline():
     assert journal_of(object()).recorder is None
 
 
-def test_a_timeline_that_ends_within_a_span(tmp_path):
+def test_a_timeline_may_end_within_a_span(tmp_path):
     journal, timeline = traced(tmp_path / "t.json")
     assert journal.recorder is not None
     with journal.span("codec", "encode"):
@@ -64,7 +64,7 @@ def test_a_timeline_that_ends_within_a_span(tmp_path):
     assert [event["ph"] for event in read(tmp_path / "t.json")] == ["B"]
 
 
-def test_waits_of_the_program_are_exposed_and_those_of_commlib_are_not(tmp_path):
+def test_only_waits_of_the_program_are_exposed(tmp_path):
     def work(comm):
         x = np.ones(50_000, np.float32)
         comm.all_reduce(x)  # compiled

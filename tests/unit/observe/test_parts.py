@@ -1,4 +1,4 @@
-"""Parts of commlib that tell a timeline what they do beside operations: buckets, codecs, packing, pipelines."""
+"""Timeline marks of parts of commlib other than operations: buckets, codecs, packing, pipelines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY = 64 / 2**20
 
 
 def marks(tmp_path: Any, work: Any, *, size: int = 2) -> list[Counter[Any]]:
-    """Return the marks that each rank writes while it does some work: how often each (category, name, phase)."""
+    """Return the marks that each rank writes during some work: the count of each (category, name, phase)."""
 
     def rank(comm: Any) -> None:
         comm.runtime.recording.start_timeline(str(tmp_path / "{rank}.json"), comm.rank)
@@ -35,13 +35,13 @@ def marks(tmp_path: Any, work: Any, *, size: int = 2) -> list[Counter[Any]]:
         comm.runtime.recording.stop_timeline()
 
     run(size, rank)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    marks_ = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
     kinds = ("bucket", "codec", "pack", "step", "pipeline")
-    return [Counter((e["cat"], e["name"], e["ph"]) for e in events if e.get("cat") in kinds) for events in found]
+    return [Counter((e["cat"], e["name"], e["ph"]) for e in events if e.get("cat") in kinds) for events in marks_]
 
 
 @pytest.mark.parametrize("early", [0, 2])
-def test_buckets_from_their_launch_to_their_end(tmp_path, early):
+def test_buckets_have_spans_from_launch_to_end(tmp_path, early):
     def work(comm):
         specs = [Parameter(name, 8, "float64", 8) for name in "abc"]
         engine = BucketReducer(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY))
@@ -52,15 +52,15 @@ def test_buckets_from_their_launch_to_their_end(tmp_path, early):
                 engine.launch(bucket)
             engine.finish(range(early, 3))
 
-    for found in marks(tmp_path, work):
+    for marks_ in marks(tmp_path, work):
         for bucket in range(3):
             assert (
-                found["bucket", f"bucket {bucket} launched", "b"]
+                marks_["bucket", f"bucket {bucket} launched", "b"]
                 == 2
-                == found["bucket", f"bucket {bucket} launched", "e"]
+                == marks_["bucket", f"bucket {bucket} launched", "e"]
             )
-        assert found["bucket", "bucket 2 ready", "b"] == 2 == found["bucket", "bucket 2 ready", "e"]
-        assert found["step", "step", "i"] == 2
+        assert marks_["bucket", "bucket 2 ready", "b"] == 2 == marks_["bucket", "bucket 2 ready", "e"]
+        assert marks_["step", "step", "i"] == 2
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_buckets_from_their_launch_to_their_end(tmp_path, early):
         (PowerSGD(rank=1, start=0), {"encode", "project back", "decode"}),
     ],
 )
-def test_codecs(tmp_path, scheme, steps):
+def test_codecs_have_spans(tmp_path, scheme, steps):
     def work(comm):
         reducer = scheme.reducer(comm, [BucketPart("w", 0, (64, 64))])
         reducer.reduce(np.ones(64 * 64, np.float32), np.ones(3, np.float32))
 
-    for found in marks(tmp_path, work):
-        assert found == {("codec", step, phase): 1 for step in steps for phase in "BE"}
+    for marks_ in marks(tmp_path, work):
+        assert marks_ == {("codec", step, phase): 1 for step in steps for phase in "BE"}
 
 
 def test_named_arrays_are_packed_and_unpacked(tmp_path):
@@ -94,12 +94,12 @@ def test_named_arrays_are_packed_and_unpacked(tmp_path):
         finally:
             coordinator.close()
 
-    for found in marks(tmp_path, work):
-        counts = [found["pack", what, phase] for what in ("pack", "unpack") for phase in "BE"]
+    for marks_ in marks(tmp_path, work):
+        counts = [marks_["pack", what, phase] for what in ("pack", "unpack") for phase in "BE"]
         assert counts[0] >= 1 and len(set(counts)) == 1
 
 
-def test_actions_of_a_pipeline(tmp_path):
+def test_actions_of_a_pipeline_have_spans(tmp_path):
     schedule = make("1f1b", 2, 3)
     links = chain(schedule.stages)
     lowered = verify(schedule, links, reduce=True)
@@ -113,7 +113,7 @@ def test_actions_of_a_pipeline(tmp_path):
         assert len(runner.spans) == len(lowered.schedule.programs[comm.rank])
         runner.close()
 
-    for rank, found in enumerate(marks(tmp_path, work)):
+    for rank, marks_ in enumerate(marks(tmp_path, work)):
         names = Counter(str(action) for action in lowered.schedule.programs[rank])
         expected = {("pipeline", name, phase): 2 * count for name, count in names.items() for phase in "BE"}
-        assert found == expected | {("step", "step", "i"): 2}
+        assert marks_ == expected | {("step", "step", "i"): 2}

@@ -1,4 +1,4 @@
-"""The ring of events, and what reads it."""
+"""The ring of events, and its readers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_ring_keeps_the_last_events_oldest_first():
     assert {event.thread for event in events} == {threading.get_ident()}
 
 
-def test_threads_write_at_once_and_nothing_is_lost_or_doubled():
+def test_concurrent_writes_are_neither_lost_nor_doubled():
     recorder = Recorder(100_000)
     counters = Counters()
     recorder.subscribe(counters.read)
@@ -65,7 +65,7 @@ def test_threads_write_at_once_and_nothing_is_lost_or_doubled():
         assert counters.counts()[f"group{number}", f"verb{number}"].calls == 2000
 
 
-def test_an_operation_ends_once():
+def test_an_operation_ends_only_once():
     recorder = Recorder()
     record = opened(recorder)
     record.end(ValueError("bad"))
@@ -73,14 +73,14 @@ def test_an_operation_ends_once():
     assert [event.detail for event in recorder.events()] == ["ValueError: bad"]
 
 
-def test_who_has_unsubscribed_hears_nothing():
+def test_an_unsubscribed_listener_gets_no_events():
     recorder = Recorder()
-    heard: list[Event] = []
-    recorder.subscribe(heard.append)
+    received: list[Event] = []
+    recorder.subscribe(received.append)
     opened(recorder).run()
-    recorder.unsubscribe(heard.append)
+    recorder.unsubscribe(received.append)
     opened(recorder).run()
-    assert len(heard) == 1 and len(recorder.events()) == 2
+    assert len(received) == 1 and len(recorder.events()) == 2
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_who_has_unsubscribed_hears_nothing():
     [("all_reduce of 3 x float32, op=sum", "all_reduce"), ("broadcast_object, root=0", "broadcast_object"),
      ("barrier", "barrier"), ("send to rank 1, tag 0", "send"), ("", "")],
 )  # fmt: skip
-def test_the_verb_of_a_text(text, verb):
+def test_verbs_are_parsed_from_texts(text, verb):
     assert opened(Recorder(), text).verb == verb
 
 
-def test_counters():
+def test_operations_are_counted():
     recorder, counters = Recorder(), Counters()
     recorder.subscribe(counters.read)
     for error in (None, ValueError("x"), None):
@@ -100,7 +100,7 @@ def test_counters():
         record.queue()
         record.run()
         record.end(error)
-    opened(recorder, "barrier").run()  # which has not ended
+    opened(recorder, "barrier").run()  # it has not ended
     dropped = opened(recorder, "barrier")
     dropped.queue()
     dropped.end(ValueError("shut down"))
@@ -114,7 +114,7 @@ def test_counters():
     assert (barrier.calls, barrier.failed, barrier.nbytes, barrier.seconds) == (1, 1, 0, 0.0) and barrier.waited > 0
 
 
-def test_what_a_rank_did_last():
+def test_the_last_operations_of_a_rank_are_described():
     recorder, last_words = Recorder(1), LastCalls()
     recorder.subscribe(last_words.read)
     assert last_words.describe("world") == ""
@@ -140,7 +140,7 @@ def test_what_a_rank_did_last():
     assert last_words.describe("world", named=True) == "; last on this rank: grad: allreduce queued 0.0 s ago"
 
 
-def test_a_journal_numbers_calls_when_their_turn_comes():
+def test_a_journal_numbers_calls_when_they_begin():
     done = [10]
     journal = Journal("world", "key", lambda: done[0])
     assert journal.open("barrier") is None and journal.queue("barrier") is None and journal.run(None, lambda: 3) == 3
@@ -155,7 +155,7 @@ def test_a_journal_numbers_calls_when_their_turn_comes():
     assert begun is not None
 
     def begin():
-        done[0] += 1  # what begins a call may count it
+        done[0] += 1  # the code that begins a call may count it
         return False
 
     assert not journal.begin(begun, begin)

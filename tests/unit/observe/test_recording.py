@@ -1,4 +1,4 @@
-"""Recording sees real operations, on ranks that are threads, and nothing while it is off."""
+"""Recording captures real operations, on ranks that are threads, and nothing while it is off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ layouts = pytest.mark.parametrize("nodes", [nodes for nodes, _ in LAYOUTS], ids=
 
 
 @layouts
-def test_every_verb_in_every_way(nodes):
+def test_every_verb_is_recorded_in_every_form(nodes):
     def work(comm):
         recording = comm.runtime.recording
         for verb, way, call in calls(comm):
@@ -44,14 +44,14 @@ def test_every_verb_in_every_way(nodes):
     run(len(nodes), work, nodes=nodes, config=Config(timeout=20))
 
 
-def test_rounds_are_there_where_messages_go():
+def test_rounds_are_recorded_where_messages_are_sent():
     def work(comm):
         comm.runtime.recording.start(10_000)
         comm.all_reduce(np.ones(3, np.float32))  # persistent messages
         comm.all_reduce(np.ones(1 << 18, np.float32), algorithm="ring")
         comm.runtime.recording.stop()
-        found = phases(comm.runtime.recording.events())
-        return [sum(phase is Phase.ROUND for phase in seen) for seen in found.values()]
+        operations_ = phases(comm.runtime.recording.events())
+        return [sum(phase is Phase.ROUND for phase in seen) for seen in operations_.values()]
 
     for small, large in run(2, work, nodes=[0, 1]):
         assert small >= 1 and large >= 2
@@ -71,7 +71,7 @@ def test_a_wait_on_a_node_is_a_round():
 
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
-def test_messages_between_two_ranks(nodes):
+def test_messages_between_two_ranks_are_recorded(nodes):
     def work(comm):
         other, x, out = 1 - comm.rank, np.ones(5, np.float32), np.empty(5, np.float32)
         comm.barrier()
@@ -86,15 +86,15 @@ def test_messages_between_two_ranks(nodes):
         for message in works:
             message.wait()
         comm.send_recv(x, other, out, other)
-        found = phases(comm.runtime.recording.events())
-        assert sorted(record.verb for record in found) == ["recv", "recv", "send", "send", "send_recv"]
-        assert all(seen == [Phase.RUN, Phase.END] for seen in found.values()), found
-        assert {(record.group, record.sequence, record.nbytes) for record in found} == {("world", 0, 20)}
+        operations_ = phases(comm.runtime.recording.events())
+        assert sorted(record.verb for record in operations_) == ["recv", "recv", "send", "send", "send_recv"]
+        assert all(seen == [Phase.RUN, Phase.END] for seen in operations_.values()), operations_
+        assert {(record.group, record.sequence, record.nbytes) for record in operations_} == {("world", 0, 20)}
 
     run(2, work, nodes=nodes)
 
 
-def test_errors_are_in_the_last_event():
+def test_the_last_event_has_the_error():
     def work(comm):
         comm.barrier()
         comm.runtime.recording.start()
@@ -108,7 +108,7 @@ def test_errors_are_in_the_last_event():
                 raise MismatchError("that of the other rank")
             comm.recv(np.ones(2), 1)
         with pytest.raises(UsageError):
-            comm.all_reduce(np.ones(3), "no such operation")  # which begins nothing
+            comm.all_reduce(np.ones(3), "no such operation")  # it begins no operation
         comm.barrier()
         ends = [event for event in comm.runtime.recording.events() if event.phase is Phase.END]
         assert [bool(event.detail) for event in ends] == [True, True, comm.rank == 0, False], ends
@@ -118,7 +118,7 @@ def test_errors_are_in_the_last_event():
     run(2, work)
 
 
-def test_what_is_dropped_from_the_queue_ends_too():
+def test_operations_dropped_from_the_queue_end():
     def work(comm):
         comm.runtime.recording.start()
         began, opened = threading.Event(), threading.Event()
@@ -137,13 +137,13 @@ def test_what_is_dropped_from_the_queue_ends_too():
             dropped.wait(10)
         return phases(comm.runtime.recording.events())
 
-    (found,) = run(1, work)
-    ((first, ran), (barrier, never)) = found.items()
+    (operations_,) = run(1, work)
+    ((first, ran), (barrier, never)) = operations_.items()
     assert (first.verb, ran, first.error) == ("gate", [Phase.QUEUED, Phase.RUN, Phase.END], "")
     assert (barrier.verb, never) == ("barrier", [Phase.QUEUED, Phase.END]) and "ShutdownError" in barrier.error
 
 
-def test_the_order_of_a_group_is_that_of_its_numbers():
+def test_numbers_follow_the_order_of_a_group():
     def work(comm):
         group = comm.split(0, name="second")
         comm.runtime.recording.start(10_000)
@@ -160,7 +160,7 @@ def test_the_order_of_a_group_is_that_of_its_numbers():
     run(2, work)
 
 
-def test_starting_and_stopping_while_operations_run(tmp_path):
+def test_recording_can_start_and_stop_during_operations(tmp_path):
     """Every operation that is recorded has its end, however often recording and a timeline are started meanwhile."""
 
     def work(comm):
@@ -198,9 +198,9 @@ def test_starting_and_stopping_while_operations_run(tmp_path):
         thread.join()
         seen = 0
         for recorder in recorders:
-            found = phases(recorder.events())
-            seen += len(found)
-            assert all(each[-1] is Phase.END and each.count(Phase.END) == 1 for each in found.values())
+            operations_ = phases(recorder.events())
+            seen += len(operations_)
+            assert all(each[-1] is Phase.END and each.count(Phase.END) == 1 for each in operations_.values())
         assert 0 < seen <= calls
         for path in paths:
             json.loads(path.read_text())
@@ -234,8 +234,8 @@ class Counted(CompiledCall):
         return True
 
 
-def test_off_a_call_is_its_step_and_nothing_else():
-    """No other way is taken, nothing is counted, and nothing is left behind, also after it was on."""
+def test_without_recording_a_call_is_its_step_alone():
+    """Calls take no other path and leave no counts or events, also after recording was on."""
     runtime, progress = Runtime(), Progress()
     runtime.recording.add(progress)
     call, x = Counted(progress), np.ones(1)
@@ -257,15 +257,15 @@ def test_off_a_call_is_its_step_and_nothing_else():
     runtime.recording.start()
     assert progress.pending == RECORDED
     assert call_thrice() == (1, 2, 0)
-    found = phases(runtime.recording.events())
-    assert list(found.values()) == [[Phase.RUN, Phase.END]] * 2 + [[Phase.BEGUN, Phase.END]]
+    operations_ = phases(runtime.recording.events())
+    assert list(operations_.values()) == [[Phase.RUN, Phase.END]] * 2 + [[Phase.BEGUN, Phase.END]]
     runtime.recording.stop()
     assert call_thrice() == (2, 0, 1) and progress.pending == 0
     assert len(phases(runtime.recording.events())) == 3
     progress.close()
 
 
-def test_off_nothing_is_there():
+def test_without_recording_there_are_no_events():
     def work(comm):
         for _, _, call in calls(comm):
             call()
@@ -276,7 +276,7 @@ def test_off_nothing_is_there():
     run(2, work)
 
 
-def test_on_a_blocking_call_still_runs_in_its_callers_thread():
+def test_with_recording_a_blocking_call_runs_in_its_callers_thread():
     def work(comm):
         comm.runtime.recording.start()
         comm.all_reduce(np.ones(1))
@@ -286,7 +286,7 @@ def test_on_a_blocking_call_still_runs_in_its_callers_thread():
     assert run(2, work) == [True, True]
 
 
-def test_started_twice():
+def test_recording_may_be_started_twice():
     recording = Recording()
     recording.start(3)
     with pytest.raises(UsageError, match="stop_recording first"):
@@ -298,17 +298,17 @@ def test_started_twice():
     recording.close()
 
 
-def test_a_timeline_records_and_leaves_recording_as_it_was(tmp_path):
-    for asked in (False, True):
+def test_a_timeline_restores_recording(tmp_path):
+    for was_on in (False, True):
         recording = Recording()
-        if asked:
+        if was_on:
             recording.start()
         recording.start_timeline(str(tmp_path / "a{rank}.json"), 2)
         assert recording.recorder is not None
         with pytest.raises(UsageError, match="timeline: one is being written already: end its `with` block"):
             recording.start_timeline(str(tmp_path / "b.json"), 0)
         recording.stop_timeline()
-        assert (recording.recorder is not None) == asked and (tmp_path / "a2.json").exists()
+        assert (recording.recorder is not None) == was_on and (tmp_path / "a2.json").exists()
         recording.start_timeline(str(tmp_path / "c.json"), 1)  # rank 0's
         assert recording.timeline is None and not (tmp_path / "c.json").exists()
         recording.close()
@@ -334,7 +334,7 @@ def test_every_operation_is_in_the_timeline(tmp_path):
 
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
-def test_a_stall_names_what_was_done_last(nodes, caplog):
+def test_a_stall_names_the_last_operation(nodes, caplog):
     caplog.set_level(logging.WARNING, "commlib")
 
     def work(comm):
@@ -348,14 +348,14 @@ def test_a_stall_names_what_was_done_last(nodes, caplog):
             comm.barrier()
         return str(caught.value)
 
-    told, _ = run(2, work, nodes=nodes, config=Config(timeout=1.0, stall_warning=0.4))
-    for text in (told, caplog.text):
-        _, found, last = text.partition("; last on this rank: all_reduce of 3 x float64")
-        assert found and "(call 2) ended" in last and "barrier (call 3) " in last, text
+    notices, _ = run(2, work, nodes=nodes, config=Config(timeout=1.0, stall_warning=0.4))
+    for text in (notices, caplog.text):
+        _, operations_, last = text.partition("; last on this rank: all_reduce of 3 x float64")
+        assert operations_ and "(call 2) ended" in last and "barrier (call 3) " in last, text
         assert "all_gather" not in last
 
 
-def test_a_late_message_names_what_was_done_last():
+def test_a_late_message_names_the_last_operation():
     def work(comm):
         comm.runtime.recording.start()
         comm.barrier()
@@ -366,7 +366,7 @@ def test_a_late_message_names_what_was_done_last():
     run(2, work, config=Config(timeout=0.7))  # enough for the barrier on a busy machine
 
 
-def test_off_a_stall_says_what_it_always_said():
+def test_without_recording_the_text_of_a_stall_is_unchanged():
     def work(comm):
         comm.barrier()
         if comm.rank == 0:
@@ -376,7 +376,7 @@ def test_off_a_stall_says_what_it_always_said():
     run(2, work, config=Config(timeout=1.5))
 
 
-def test_a_named_operation_that_waits_too_long_names_what_was_done_last(caplog):
+def test_an_overdue_named_operation_names_the_last_operation(caplog):
     caplog.set_level(logging.WARNING, "commlib")
 
     def ask(coordinator, name):
@@ -392,15 +392,15 @@ def test_a_named_operation_that_waits_too_long_names_what_was_done_last(caplog):
         try:
             ask(coordinator, "first").wait()
             if comm.rank == 0:
-                with pytest.raises(StallError, match=told):
+                with pytest.raises(StallError, match=pattern):
                     ask(coordinator, "late").wait()
             else:
-                time.sleep(0.3)  # else its own limit might come first, on a loaded machine
+                time.sleep(0.3)  # otherwise its own limit might expire first, on a loaded machine
                 ask(coordinator, "other").exception()
-            together.wait(20)  # no call of the group: the ranks need not give up at one time
+            together.wait(20)  # no call of the group: the ranks may time out at different times
         finally:
             coordinator.close()
 
-    told = r"; last on this rank: first: allreduce \(call 1\) ended .*late: allreduce queued 0"
+    pattern = r"; last on this rank: first: allreduce \(call 1\) ended .*late: allreduce queued 0"
     run(2, work, config=Config(timeout=0.8, stall_warning=0.3))
-    assert re.search(told, caplog.text)
+    assert re.search(pattern, caplog.text)

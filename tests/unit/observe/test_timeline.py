@@ -1,4 +1,4 @@
-"""The trace: Chrome's format, rows, and what becomes of the file."""
+"""The trace: Chrome's format, rows, and the state of the file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def of_row(events, name):
     return [event for event in events if event.get("tid") == rows[name] and event["ph"] in "BEi"]
 
 
-def test_rows_of_groups_and_of_names(tmp_path):
+def test_groups_and_names_have_rows(tmp_path):
     recorder, timeline = traced(tmp_path / "t.json", rank=3)
     first, second = (Record(recorder, f"all_reduce of {n} x float32", "world", "world", nbytes=4 * n) for n in (1, 2))
     first.queue()
@@ -64,7 +64,7 @@ def test_rows_of_groups_and_of_names(tmp_path):
     assert times == sorted(times)
 
 
-def test_operations_that_never_came_to_their_turn_leave_nothing_open(tmp_path):
+def test_operations_that_never_began_leave_no_open_span(tmp_path):
     recorder, timeline = traced(tmp_path / "t.json")
     for name in ("", "grad"):
         record = Record(recorder, "allreduce", "world", (name,), name=name)
@@ -88,7 +88,7 @@ def test_messages_may_overlap(tmp_path):
 
 
 def test_the_file_of_a_killed_job_can_be_read(tmp_path):
-    """What was recorded is in the file soon, whole lines of it; only the closing bracket is missing."""
+    """Events are soon in the file, in whole lines; only the closing bracket is missing."""
     recorder, timeline = traced(tmp_path / "t.json")
     Record(recorder, "barrier", "world", "world").run()
     deadline = time.monotonic() + 10
@@ -98,13 +98,13 @@ def test_the_file_of_a_killed_job_can_be_read(tmp_path):
     timeline.close()
 
 
-def test_a_file_that_cannot_be_written(tmp_path, caplog):
+def test_an_unwritable_file_is_reported(tmp_path, caplog):
     with pytest.raises(UsageError, match="timeline: cannot write"):
         Timeline(str(tmp_path / "missing" / "t.json"), rank=0)
     recorder, timeline = traced("/dev/full")
     deadline = time.monotonic() + 10
     while not caplog.records and time.monotonic() < deadline:
         time.sleep(0.01)
-    Record(recorder, "barrier", "world", "world").run()  # goes on
+    Record(recorder, "barrier", "world", "world").run()  # continues
     timeline.close()
     assert "the timeline /dev/full ends early" in caplog.text

@@ -1,4 +1,4 @@
-"""The factor that clips, with the rules of both frameworks, and the norm that it depends on."""
+"""The clipping factor, with the rules of both frameworks, and its norm."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ INF, NAN = math.inf, math.nan
         (NAN, 1.0, NAN, NAN),
     ],
 )
-def test_factor(norm, limit, as_torch, as_tensorflow):
+def test_the_factor_follows_the_rules_of_both_frameworks(norm, limit, as_torch, as_tensorflow):
     np.testing.assert_equal(clip_factor(norm, limit, epsilon=1e-6), as_torch)
     np.testing.assert_equal(clip_factor(norm, limit, infinite_is_nan=True), as_tensorflow)
 
 
-def test_norm():
+def test_the_norm_covers_all_gradients():
     assert norm_of([]) == norm_of_arrays([]) == 0
     assert norm_of([9.0, 16.0]) == 5
     half = np.array([[3.0], [0.0]], np.float16)
@@ -44,7 +44,7 @@ def test_norm():
         norm_of_arrays([np.zeros(2, np.int32)])
 
 
-def test_limit():
+def test_invalid_limits_are_refused():
     assert check_limit("clip", "max_norm", 0) == 0.0 and type(check_limit("clip", "max_norm", 3)) is float
     for limit in (-1.0, NAN):
         with pytest.raises(UsageError, match=f"clip: max_norm must be a non-negative number, got {limit}"):

@@ -1,4 +1,4 @@
-"""1-bit Adam and 1-bit LAMB against plain models of them, without and with what signs lose."""
+"""1-bit Adam and 1-bit LAMB against plain models of them, without and with the loss of signs."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def start() -> list[Any]:
 def gradients(rank: int, step: int) -> list[Any]:
     """Gradients that are as large as their parameter's number + 1; the last parameter's second half has none."""
     rng = np.random.default_rng((rank, step))
-    found = [(n + 1) * (1 + rng.standard_normal(count)) for n, count in enumerate(SHAPES.values())]
-    found[3][6:] = 0
-    return [values.astype(np.float32) for values in found]
+    gradients_ = [(n + 1) * (1 + rng.standard_normal(count)) for n, count in enumerate(SHAPES.values())]
+    gradients_[3][6:] = 0
+    return [values.astype(np.float32) for values in gradients_]
 
 
 def step_once(optimizer: Any, values: Any, given: Any, hyper: Hyperparameters = HYPER, **options: Any) -> bool:
     for number, (parameter, gradient) in enumerate(zip(optimizer.moments.parameters, given, strict=True)):
         optimizer.moments.used[number] = gradient is not None
         parameter.gradient[...] = 0 if gradient is None else gradient
-    taken: bool = optimizer.step(values, [hyper] * len(values), **options)
-    return taken
+    is_taken: bool = optimizer.step(values, [hyper] * len(values), **options)
+    return is_taken
 
 
 def train(comm: Any, kind: str, steps: int, hyper: Hyperparameters = HYPER, **options: Any) -> list[Any]:
@@ -63,7 +63,7 @@ def train(comm: Any, kind: str, steps: int, hyper: Hyperparameters = HYPER, **op
     return values
 
 
-# Models in float64. `mean` of gradients, because nothing is lost in what these are compared with.
+# Models in float64. `mean` of gradients, because they are compared with lossless runs.
 
 
 def raised(second: Any, floor: float) -> Any:
@@ -136,7 +136,7 @@ def lamb(ranks: int, steps: int, hyper: Hyperparameters, freeze_step: int = 3, f
 )
 @pytest.mark.parametrize("floor", [0.0, 0.5])
 @layouts
-def test_with_a_codec_that_loses_nothing_it_is_its_definition(kind, hyper, nodes, floor):
+def test_a_lossless_codec_gives_the_definition(kind, hyper, nodes, floor):
     expected = {"adam": adam, "lamb": lamb}[kind](len(nodes), 9, hyper, floor=floor)
     options = {"scheme": AllToAll(Exact()), "floor": floor}
     for values in run(len(nodes), lambda comm: train(comm, kind, 9, hyper, **options), nodes=nodes):
@@ -159,8 +159,8 @@ def test_signs_leave_all_ranks_with_the_same_bits(kind, within, nodes):
     assert (np.abs(results[0][0] - expected).max() > 1e-3) == compressed  # signs do lose something
 
 
-def test_it_finds_what_adam_finds():
-    """Least squares on data that is split among 3 ranks: the loss ends near that of Adam, and far below the start."""
+def test_one_bit_adam_converges_like_adam():
+    """Least squares on data that is split among 3 ranks: the final loss is near Adam's, and far below the start."""
     rng = np.random.default_rng(5)
     inputs = rng.standard_normal((96, 30)).astype(np.float32)
     truth = rng.standard_normal(30).astype(np.float32)
@@ -188,8 +188,8 @@ def test_it_finds_what_adam_finds():
     assert loss(signs) < 1.1 * best
 
 
-def test_second_moments_that_are_small_by_chance_do_not_make_it_diverge():
-    """An element whose gradients grow late: divided by a root as small as they were, steps of momentum diverge.
+def test_small_second_moments_do_not_cause_divergence():
+    """Gradients of an element grow late: divided by the root of the earlier small ones, steps of momentum diverge.
 
     With a gradient w they do beyond lr / root = 2 (1 + beta1) / (1 - beta1) = 38. Here that is 0.01 / 1e-4 = 100, or
     0.01 / 0.03 with the floor: the other elements' root is about 1.
@@ -211,7 +211,7 @@ def test_second_moments_that_are_small_by_chance_do_not_make_it_diverge():
 
 
 @pytest.mark.parametrize("kind", ["adam", "lamb"])
-def test_what_had_no_gradient_before_the_freeze_stays_as_it_is(kind):
+def test_parameters_without_a_gradient_before_the_freeze_do_not_change(kind):
     def check(comm):
         optimizer, values = make(comm, kind), start()
         for step in range(6):
@@ -231,8 +231,8 @@ def test_what_had_no_gradient_before_the_freeze_stays_as_it_is(kind):
 
 @pytest.mark.parametrize("kind", ["adam", "lamb"])
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0]], ids=["01", "00"])
-def test_parameters_without_a_gradient_anywhere_are_left_alone(kind, nodes):
-    """In both phases; with a gradient on one rank they are trained on all."""
+def test_parameters_without_a_gradient_on_any_rank_do_not_change(kind, nodes):
+    """In both phases; with a gradient on one rank they are trained on all ranks."""
 
     def check(comm):
         optimizer, values = make(comm, kind, freeze_step=2), start()
@@ -253,7 +253,7 @@ def test_parameters_without_a_gradient_anywhere_are_left_alone(kind, nodes):
 
 @pytest.mark.parametrize("kind", ["adam", "lamb"])
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0]], ids=["01", "00"])
-def test_a_step_that_is_skipped_leaves_no_trace(kind, nodes):
+def test_a_skipped_step_leaves_no_trace(kind, nodes):
     def check(comm, spoiled):
         optimizer, values = make(comm, kind), start()
         for step in range(8):
@@ -273,7 +273,7 @@ def test_a_step_that_is_skipped_leaves_no_trace(kind, nodes):
 
 @pytest.mark.parametrize("kind", ["adam", "lamb"])
 @pytest.mark.parametrize("nodes", [[0, 1], [0, 0]], ids=["01", "00"])
-def test_what_is_not_finite_shows_where_steps_are_not_skipped(kind, nodes):
+def test_nonfinite_gradients_are_visible_unless_steps_are_skipped(kind, nodes):
     def check(comm):
         optimizer, values = make(comm, kind), start()
         for step in range(5):
@@ -287,7 +287,7 @@ def test_what_is_not_finite_shows_where_steps_are_not_skipped(kind, nodes):
 
 
 @pytest.mark.parametrize("at", [2, 5])
-def test_it_goes_on_from_a_state(at):
+def test_training_continues_from_a_state(at):
     def check(comm):
         first, values = make(comm), start()
         for step in range(at):
@@ -306,7 +306,7 @@ def test_it_goes_on_from_a_state(at):
     run(2, check, nodes=[0, 1])
 
 
-def test_ranks_that_differ_are_told():
+def test_different_options_are_an_error():
     def check(comm):
         with pytest.raises(MismatchError, match="freeze_step"):
             make(comm, freeze_step=3 + comm.rank)
@@ -314,7 +314,7 @@ def test_ranks_that_differ_are_told():
     run(2, check)
 
 
-def test_wrong_options():
+def test_wrong_options_are_refused():
     def check(comm):
         with pytest.raises(UsageError, match="freeze_step must be at least 1"):
             make(comm, freeze_step=0)
@@ -328,7 +328,7 @@ def test_wrong_options():
 
 
 @pytest.mark.parametrize("kind", ["adam", "lamb"])
-def test_parameters_of_a_device_are_refused_before_anything_is_sent(kind):
+def test_device_parameters_are_refused_before_anything_is_sent(kind):
     def refuse(comm):
         optimizer, values = make(comm, kind), start()
         there = [LATE.put(value) if number == 1 and comm.rank else value for number, value in enumerate(values)]

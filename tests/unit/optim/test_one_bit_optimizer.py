@@ -56,8 +56,8 @@ def train(optimizer: OneBitOptimizer, values: list[Any], comm: Any, first: int, 
 
 
 @kinds
-def test_it_steps_as_the_update_alone(kind):
-    """And a gradient that is not used counts as zeros, whatever stands in its place."""
+def test_steps_match_the_update_alone(kind):
+    """An unused gradient counts as zeros, whatever its memory contains."""
 
     def check(comm):
         optimizer, values = begin(comm, kind)
@@ -81,7 +81,7 @@ def test_it_steps_as_the_update_alone(kind):
 @kinds
 @pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize("early", [True, False], ids=["before the start", "after it"])
-def test_it_goes_on_from_state_and_memory(kind, at, early):
+def test_training_continues_from_state_and_memory(kind, at, early):
     def check(comm):
         first, values = begin(comm, kind)
         train(first, values, comm, 0, at)
@@ -99,8 +99,8 @@ def test_it_goes_on_from_state_and_memory(kind, at, early):
         if early:
             assert second.state() == state
             second.start(comm, COUNTS)
-        for arrays, kept in zip(second.memory, saved, strict=True):
-            for array, keep in zip(arrays, kept, strict=True):
+        for arrays, memory_ in zip(second.memory, saved, strict=True):
+            for array, keep in zip(arrays, memory_, strict=True):
                 array[...] = keep
         assert train(second, copies, comm, at, at + 4) == train(first, values, comm, at, at + 4)
 
@@ -119,7 +119,7 @@ def test_residuals_stay_with_their_rank():
     assert run(2, check, nodes=[0, 1]) == [False, True]
 
 
-def test_seeking_drops_residuals():
+def test_loading_another_step_drops_residuals():
     def check(comm):
         optimizer, values = begin(comm, "adam")
         train(optimizer, values, comm, 0, 4)
@@ -132,53 +132,53 @@ def test_seeking_drops_residuals():
 
 
 @kinds
-def test_all_that_is_remembered_in_arrays_of_the_caller(kind):
-    """As Keras keeps it. Each rank reads what it wrote, and goes on as if nothing had happened."""
+def test_callers_arrays_can_hold_all_state(kind):
+    """As in Keras. Each rank reads its own state, and continues without a difference."""
     kept_kinds = 3 if kind == "lamb" else 2
 
     def check(comm):
         optimizer, values = begin(comm, kind, freeze_step=4)
         other, copies = begin(comm, kind, freeze_step=4)
-        kept = [np.full((1, count), np.nan, np.float32) for _ in range(kept_kinds) for count in COUNTS]
+        memory_ = [np.full((1, count), np.nan, np.float32) for _ in range(kept_kinds) for count in COUNTS]
         if kind == "lamb":
-            kept.append(np.full((2, 4), np.nan))
-        optimizer.write(kept)
-        assert not any(array.any() for array in kept[: 2 * kept_kinds])
+            memory_.append(np.full((2, 4), np.nan))
+        optimizer.write(memory_)
+        assert not any(array.any() for array in memory_[: 2 * kept_kinds])
         for step in range(4):
             train(optimizer, values, comm, step, step + 1)
-            other.read(kept)
+            other.read(memory_)
             other.seek(step)
             train(other, copies, comm, step, step + 1)
-            other.write(kept)
+            other.write(memory_)
         assert [x.tobytes() for x in values] == [x.tobytes() for x in copies]
         if kind == "lamb":
-            assert kept[-1][:, 1].tolist() == pytest.approx([1 - 0.9**4] * 2)  # the weight of the averages
-            assert [list(layer.values()) for layer in other.state()["layers"]] == kept[-1].tolist()
+            assert memory_[-1][:, 1].tolist() == pytest.approx([1 - 0.9**4] * 2)  # the weight of the averages
+            assert [list(layer.values()) for layer in other.state()["layers"]] == memory_[-1].tolist()
         else:
             assert "layers" not in other.state()
 
     run(2, check)
 
 
-def test_late_gradients_are_warned_of_once():
+def test_late_gradients_warn_once():
     def check(comm):
         optimizer, values = begin(comm, "adam", compress_within_node=True)
-        found = []
+        notices = []
         for step in range(6):
             for number, place in enumerate(optimizer.gradients):
                 place[...] = gradient(0, step, number)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 optimizer.step(values, HYPERS, [True, step > 3])
-            found.append([str(warning.message) for warning in caught])
-        return found
+            notices.append([str(warning.message) for warning in caught])
+        return notices
 
-    (found,) = run(1, check)
-    assert [len(messages) for messages in found] == [0, 0, 0, 0, 1, 0]
-    assert found[4][0].startswith("OneBit adam: weights without a gradient in the first 2 steps")
+    (notices,) = run(1, check)
+    assert [len(messages) for messages in notices] == [0, 0, 0, 0, 1, 0]
+    assert notices[4][0].startswith("OneBit adam: weights without a gradient in the first 2 steps")
 
 
-def test_a_step_that_is_skipped_says_so():
+def test_a_skipped_step_is_reported():
     def check(comm):
         optimizer, values = begin(comm, "adam")
         for place in optimizer.gradients:
@@ -189,7 +189,7 @@ def test_a_step_that_is_skipped_says_so():
     run(2, check)
 
 
-def test_states_that_do_not_fit():
+def test_mismatched_states_are_refused():
     adam, lamb = OneBitOptimizer(settings("adam")), OneBitOptimizer(settings("lamb"))
     states = [begun.state() for begun in run(1, lambda comm: [begin(comm, kind)[0] for kind in LIMITS])[0]]
     adam.check_state(states[0])
@@ -201,7 +201,7 @@ def test_states_that_do_not_fit():
         OneBitOptimizer(settings("adam", 3)).check_state(states[0])
 
 
-def test_ranks_that_differ_are_told():
+def test_different_options_are_an_error():
     def check(comm):
         with pytest.raises(MismatchError, match=r"OneBit adam.*floor"):
             begin(comm, "adam", variance_floor=0.1 * comm.rank)
@@ -217,12 +217,12 @@ def test_ranks_that_differ_are_told():
         ({"variance_floor": float("nan")}, "variance_floor"),
     ],
 )
-def test_wrong_settings_are_told_before_ranks_meet(options, message):
+def test_wrong_settings_are_refused_before_communication(options, message):
     with pytest.raises(UsageError, match=message):
         settings("adam", **options)
 
 
-def test_wrong_dtypes():
+def test_wrong_dtypes_are_refused():
     settings("adam").check_dtype("float32", "w")
     settings("adam").check_dtype("float16", "w", ("float32", "float16"))
     with pytest.raises(UsageError, match=r"OneBit adam: parameters must be float32, .*; got float16 \(w\)"):
@@ -234,7 +234,7 @@ def test_wrong_dtypes():
     [{"lr": -1.0}, {"eps": 0.0}, {"beta1": 1.0}, {"beta2": -0.1}, {"weight_decay": -0.1}, {"lr": float("nan")}],
     ids=str,
 )
-def test_wrong_numbers_of_a_step(change):
+def test_wrong_hyperparameters_of_a_step_are_refused(change):
     right: dict[str, Any] = {"lr": 0.1, "beta1": 0.0, "beta2": 0.9, "eps": 1e-8}
     check_hyper("OneBitAdam", Hyperparameters(**right))
     with pytest.raises(UsageError, match="OneBitAdam: expected lr >= 0, eps > 0"):

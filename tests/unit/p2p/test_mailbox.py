@@ -1,4 +1,4 @@
-"""Letters between the ends of channels, whose mailbox may go before they have left."""
+"""Letters between the ends of channels, whose mailbox may be freed before they are sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commlib.p2p.rendezvous import Address, Rendezvous
 
 
 class _Request:
-    """A send that is seen to be complete only where it is tested, as MPI's are."""
+    """A send that completes only when tested, as in MPI."""
 
     def __init__(self, under_way: set[Any]) -> None:
         self._under_way, self.has_left = under_way, False
@@ -29,28 +29,28 @@ class _Transport:
         return _Request(self.under_way)
 
 
-def test_letters_of_a_mailbox_that_is_gone_are_looked_after() -> None:
-    """Each pipeline that was dropped left two requests behind, for ever, since nobody tested them any more."""
+def test_letters_of_a_freed_mailbox_are_completed() -> None:
+    """Each pipeline that was dropped left two requests behind, for ever, since they were never tested again."""
     transport: Any = _Transport()
     poller: Any = None
 
     def mailbox() -> Rendezvous:
         return Rendezvous(transport, poller, transport)
 
-    gone = mailbox()
-    gone.post(Address(1, "edge", 0), "hello")
-    gone.post(Address(1, "edge", 0), "bye")
-    del gone
+    freed = mailbox()
+    freed.post(Address(1, "edge", 0), "hello")
+    freed.post(Address(1, "edge", 0), "bye")
+    del freed
     gc.collect()
-    mailbox().post(Address(1, "other", 0), "hello")  # the first two are still on their way
+    mailbox().post(Address(1, "other", 0), "hello")  # the first two are still in flight
     gc.collect()
     assert len(transport.under_way) == 3
     for request in transport.under_way:
         request.has_left = True
-    kept = mailbox()
-    kept.post(Address(1, "more", 0), "hello")
+    retained = mailbox()
+    retained.post(Address(1, "more", 0), "hello")
     assert len(transport.under_way) == 1
     for request in transport.under_way:
         request.has_left = True
-    kept.close()
+    retained.close()
     assert not transport.under_way

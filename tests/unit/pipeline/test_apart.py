@@ -1,4 +1,4 @@
-"""A function that is called apart leaves nothing behind."""
+"""A function called on a copy leaves no changes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ calls: list[int] = []
 number = 0
 
 
-def named(value: int, kept: list[int] = []) -> int:  # noqa: B006
+def named(value: int, values_: list[int] = []) -> int:  # noqa: B006
     global number
     number += value
     calls.append(value)
-    kept.append(value)
-    return number + len(calls) + len(kept)
+    values_.append(value)
+    return number + len(calls) + len(values_)
 
 
 class Counter:
@@ -32,37 +32,37 @@ class Counter:
 
 
 def closure() -> tuple[Any, list[int]]:
-    kept: list[int] = []
+    values_: list[int] = []
     count = 0
 
     def call(value: int) -> int:
         nonlocal count
         count += 1
-        kept.append(value)
-        return len(kept) + count
+        values_.append(value)
+        return len(values_) + count
 
-    return call, kept
+    return call, values_
 
 
-def test_variables_of_a_module_and_defaults_stay() -> None:
+def test_module_variables_and_defaults_do_not_change() -> None:
     assert isolate(named)(5) == 5 + 1 + 1
     assert (number, calls, named.__defaults__) == (0, [], ([],))
 
 
-def test_closures_stay() -> None:
-    call, kept = closure()
+def test_closures_do_not_change() -> None:
+    call, values_ = closure()
     copy = isolate(call)
-    assert copy(1) == 2 and copy(1) == 4 and kept == [] and call(1) == 2
+    assert copy(1) == 2 and copy(1) == 4 and values_ == [] and call(1) == 2
 
 
-def test_objects_methods_and_partial_functions_stay() -> None:
+def test_objects_methods_and_partial_functions_do_not_change() -> None:
     counter = Counter()
     for function in (counter, counter.method, partial(Counter.method, counter)):
         assert isolate(function)(3) == 3
     assert counter.count == 0
 
 
-def test_what_is_shared_or_cannot_be_copied_is_used_as_it_is() -> None:
+def test_shared_and_uncopyable_objects_are_used_directly() -> None:
     counter = Counter()
     assert isolate(counter, {id(counter): counter})(2) == 2 and counter.count == 2
     lines = (line for line in "ab")

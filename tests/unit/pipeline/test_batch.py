@@ -1,4 +1,4 @@
-"""Whether the first and the last stage's rank were given one batch."""
+"""Digests show whether the ranks of the first and the last stage got one batch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_a_digest_is_of_the_values() -> None:
         (BatchDigests(), BatchDigests(), ""),
     ],
 )
-def test_what_differs(first: BatchDigests, last: BatchDigests, what: str) -> None:
-    """The ranks between may have anything."""
+def test_differences_are_named(first: BatchDigests, last: BatchDigests, what: str) -> None:
+    """Ranks in between may have any batch."""
     text = difference(0, 2, [first, BatchDigests(7, 8, 9), last])
     assert text.startswith(f"pipeline: ranks 0 and 2 got different {what}, so x and ") if what else not text
 
 
-def test_when_x_is_wanted() -> None:
-    """Where the first stage's rank has no targets, and the last one's has."""
+def test_x_is_wanted_if_only_the_last_stage_has_targets() -> None:
+    """If the first stage's rank has no targets, and the last stage's has."""
     assert wants_x(0, 1, [BatchDigests(), BatchDigests(y=1)])
     assert not any(
         wants_x(0, 1, both)
@@ -47,7 +47,7 @@ def test_when_x_is_wanted() -> None:
     )
 
 
-def test_a_nest_by_its_keys() -> None:
+def test_nested_values_are_compared_by_key() -> None:
     """Ranks may have filled their dicts in other orders."""
     one, other = {"b": [1, {"d": 2, "c": 3}], "a": 4}, {"a": 4, "b": [1, {"c": 3, "d": 2}]}
     assert sort_by_key(one) == sort_by_key(other) == [4, [1, [3, 2]]]

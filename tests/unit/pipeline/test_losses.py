@@ -1,4 +1,4 @@
-"""What microbatches' losses count, what a user says of that, and how a look finds what is no mean."""
+"""Weights of microbatches' losses, the user's settings for them, and a check that finds losses that are no mean."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from commlib.errors import UsageError
 from commlib.pipeline.losses import CheckSchedule, MicrobatchWeights, Weigher, fault_in_sum, fault_in_terms, weights_of
 
 
-def test_a_microbatch_without_terms_counts_nothing() -> None:
+def test_a_microbatch_without_terms_has_no_weight() -> None:
     weights = weights_of([3, 0, 1], [2, 2, 2])
     assert weights.in_batch() == [0.75, 0.0, 0.25]
     assert weights.in_updates(2) == [1.0, 0.0, 1.0]
     assert weights_of([4, 0, 0], [4, 4, 0], is_sum=True).in_batch() == [1.0, 0.0, 0.0]
 
 
-def test_a_batch_without_terms_is_as_in_one_process() -> None:
+def test_a_batch_without_terms_matches_one_process() -> None:
     assert weights_of([0, 0], [3, 1]).in_batch() == [0.75, 0.25]
-    # One microbatch of no rows goes through, which is the batch: its loss may be 0/0, as in one process.
+    # The batch is one microbatch without rows: its loss may be 0/0, as in one process.
     assert weights_of([0, 0], [0, 0]).in_batch() == [1.0, 0.0]
 
 
@@ -38,13 +38,13 @@ FUNCTIONS: list[Any] = [
 
 
 @pytest.mark.parametrize("place", range(len(FUNCTIONS)))
-def test_weigh_is_given_what_it_takes(place: int) -> None:
+def test_weigh_gets_the_arguments_it_accepts(place: int) -> None:
     function, expected = FUNCTIONS[place]
     given = [[1, 1], [1]], ["x" * 10, "x" * 10], [[0.25, 0.25], [0.5]]
     assert Weigher(function).weights([2, 1], *given).terms == tuple(expected)
 
 
-def test_weigh_says_what_makes_sense() -> None:
+def test_invalid_weights_are_refused() -> None:
     assert Weigher("rows").weights([2, 1], [], []) == MicrobatchWeights((2.0, 1.0))
     assert Weigher("sum").weights([2, 1], [], []).in_batch() == [1.0, 1.0]
     assert not Weigher("sum").is_checked and Weigher(len).is_checked
@@ -58,13 +58,13 @@ def test_weigh_says_what_makes_sense() -> None:
         Weigher(lambda target, inputs: 1).weights([2, 1], [1, 1], [])
 
 
-def test_few_batches_are_looked_at() -> None:
+def test_few_batches_are_checked() -> None:
     looks = CheckSchedule()
     assert [number for number in range(1, 1002) if looks.is_due("kind")] == [1, 2, 10, 100, 1000]
     assert looks.is_due("another kind")
 
 
-def test_a_look_finds_what_is_no_mean() -> None:
+def test_a_check_finds_losses_that_are_no_mean() -> None:
     weights, epsilon = MicrobatchWeights((3.0, 1.0)), 2.2e-16
     assert not fault_in_sum(1.75, [2.0, 1.0], weights, epsilon, by="their rows")
     assert not fault_in_sum(1.75 + 1e-13, [2.0, 1.0], weights, epsilon, by="their rows")
@@ -79,7 +79,7 @@ def test_a_look_finds_what_is_no_mean() -> None:
     assert not fault_in_sum(1.751, [2.0, 1.0], weights, 7.8e-3, by="their rows")  # bfloat16
 
 
-def test_terms_that_are_others_than_was_assumed() -> None:
+def test_wrong_numbers_of_terms_are_detected() -> None:
     assert not fault_in_terms([6, 2], MicrobatchWeights((3.0, 1.0)), by="their rows")
     assert not fault_in_terms([0, 0], MicrobatchWeights((3.0, 1.0)), by="their rows")
     assert "means of 6, 1 terms" in fault_in_terms([6, 1], MicrobatchWeights((3.0, 1.0)), by="their rows")

@@ -1,4 +1,4 @@
-"""Where rows are, as a user says it, fits the values that there are."""
+"""The user's specification of row dimensions must fit the values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Pair(NamedTuple):
     other: Any
 
 
-def told(where: Any, *leaves: Any) -> Any:
+def specify(where: Any, *leaves: Any) -> Any:
     return (where, *leaves)
 
 
@@ -29,13 +29,13 @@ def told(where: Any, *leaves: Any) -> Any:
         ({"b": 1}, {"a": 3, "b": [4, 5]}, {"a": (0, 3), "b": [(1, 4), (1, 5)]}),
     ],
 )
-def test_what_is_said_of_nests(where: Any, value: Any, expected: Any) -> None:
-    assert each(told, where, value) == expected
-    assert type(each(told, where, value)) is type(expected)
+def test_specifications_apply_to_nested_values(where: Any, value: Any, expected: Any) -> None:
+    assert each(specify, where, value) == expected
+    assert type(each(specify, where, value)) is type(expected)
 
 
-def test_several_nests_go_together() -> None:
-    assert each(told, (0, 1), (1, 2), (3, 4)) == ((0, 1, 3), (1, 2, 4))
+def test_several_nested_values_are_combined() -> None:
+    assert each(specify, (0, 1), (1, 2), (3, 4)) == ((0, 1, 3), (1, 2, 4))
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_several_nests_go_together() -> None:
         ({"b": 0}, (3,), "for 1 values"),
     ],
 )
-def test_what_does_not_fit(where: Any, value: Any, text: str) -> None:
+def test_mismatched_specifications_are_refused(where: Any, value: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        each(told, where, value)
+        each(specify, where, value)
 
 
-def test_options() -> None:
+def test_invalid_options_are_refused() -> None:
     assert rows_option(None) == Rows()
     assert rows_option({"x": (0, "whole")}) == Rows(x=(0, "whole"))
     for rows, text in (
@@ -73,8 +73,8 @@ def test_tensors_with_rows_have_equal_numbers_of_them() -> None:
         ([(0, ()), ("whole", (2,))], "got no tensor with rows"),
         ([(1, (3,))], "rows gives dimension 1 for a tensor of shape \\(3,\\)"),
     ]
-    for tensors, said in cases:
-        with pytest.raises(UsageError, match=said):
+    for tensors, message in cases:
+        with pytest.raises(UsageError, match=message):
             number_of_rows(tensors, "x")
 
 
@@ -85,13 +85,13 @@ def test_microbatches_of_a_user_are_padded_at_the_end() -> None:
 
     assert pad_microbatches(["ab", "c"], 3, "x", count) == (["ab", "c", None], [2, 1, 0])
     assert pad_microbatches(["ab", ""], 2, "x", count) == (["ab", ""], [2, 0])
-    for parts, said in [
+    for parts, message in [
         ("ab", "expected a list of at most 3 microbatches, got str"),
         ([], "got 0 microbatches"),
         (["a"] * 4, "got 4 microbatches"),
         (["a", "", "b"], "without rows must be the last ones, got \\[1, 0, 1\\] rows"),
     ]:
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             pad_microbatches(parts, 3, "x", count)
 
 

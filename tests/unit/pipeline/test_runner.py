@@ -59,7 +59,7 @@ def run_all(
 
 @pytest.mark.parametrize("nodes", [None, (0, 1, 2, 3)], ids=["on a node", "between nodes"])
 @pytest.mark.parametrize("name", [name for name, plan in table.items() if not plan.updates])
-def test_every_schedule(name: str, nodes: tuple[int, ...] | None) -> None:
+def test_every_schedule_matches_one_process(name: str, nodes: tuple[int, ...] | None) -> None:
     for ranks, microbatches in ((1, 3), (2, 5), (3, 2), (4, 8)):
         schedule = make(name, ranks, microbatches)
         peaks = run_all(schedule, chain(schedule.stages), steps=2, nodes=nodes and nodes[:ranks])
@@ -89,8 +89,8 @@ def test_random_schedules_run_or_are_refused(first: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "dualpipev", "interleaved"])
-def test_layers_that_change_nothing_pass_on_the_memory_of_messages(name: str) -> None:
-    """What they give lies in what they were given: that must not be handed back before it has been sent, or used."""
+def test_identity_layers_pass_on_the_memory_of_messages(name: str) -> None:
+    """Their results alias their inputs: that memory must not be released before it has been sent or used."""
     ranks, microbatches = 3, 9
     schedule = make(name, ranks, microbatches)
     links = chain(schedule.stages)
@@ -114,7 +114,7 @@ def test_layers_that_change_nothing_pass_on_the_memory_of_messages(name: str) ->
     assert gradients == dict.fromkeys(range(schedule.stages), total)
 
 
-def test_microbatches_that_are_empty() -> None:
+def test_microbatches_may_be_empty() -> None:
     for name in ("1f1b", "zb_v", "interleaved"):
         schedule = make(name, 2, 6)
         run_all(schedule, chain(schedule.stages), steps=2, empty=(1, 4, 5))
@@ -122,7 +122,7 @@ def test_microbatches_that_are_empty() -> None:
 
 
 def test_shapes_and_dtypes_may_change_at_any_time() -> None:
-    """What comes next is said anew, also with more bytes than ever before, and with another number of values."""
+    """The next shapes are announced again, also with more bytes than before, and with another number of values."""
     lowered = verify(make("1f1b", 2, 6))
     kinds = [("float32", (3,)), ("float64", (2, 5)), ("float32", (3,)), ("float16", (300, 70)), ("int8", (0, 2))]
 
@@ -154,7 +154,7 @@ def test_shapes_and_dtypes_may_change_at_any_time() -> None:
 
 
 def failing(schedule: Schedule, at: Action, error: BaseException) -> list[str]:
-    """Let one action raise; return what each rank has been told."""
+    """Let one action raise; return the error of each rank."""
     lowered, links = verify(schedule), chain(schedule.stages)
 
     def before(action: Action) -> None:
@@ -176,14 +176,14 @@ def failing(schedule: Schedule, at: Action, error: BaseException) -> list[str]:
 
 
 @pytest.mark.parametrize("action", ["0F2", "1B1", "2F3", "0B3", "2B0", "3F0"])
-def test_an_exception_says_where_and_ends_all_ranks(action: str) -> None:
+def test_an_exception_names_its_action_and_ends_all_ranks(action: str) -> None:
     schedule = make("1f1b", 4, 4)
     stage, kind, microbatch = int(action[0]), Kind(action[1]), int(action[2])
     texts = failing(schedule, Action(stage, kind, microbatch), ValueError("no such word"))
     assert texts[stage].startswith("ValueError\nno such word\ncommlib: in a pipeline, 1f1b, 4 ranks")
     assert f"at {action} (" in texts[stage] and "↑" in texts[stage]
     why = f"rank {stage} has left the pipeline: it failed at {action} (ValueError: no such word)"
-    for rank, text in enumerate(texts):  # who is no neighbour was told of one that waited in vain, and not why
+    for rank, text in enumerate(texts):  # other ranks than neighbours only name a rank that waited in vain
         if rank != stage:
             assert (text.startswith("PeerError") and text.count(why) == 1) or text == "ended", text
 

@@ -1,4 +1,4 @@
-"""How many layers each stage has, as it is said."""
+"""The number of layers of each stage, as specified."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from commlib.pipeline.split import even_counts, read_split
 NAMES = ["a", "b", "c", "d"]
 
 
-def test_numbers_and_names() -> None:
+def test_splits_can_be_numbers_or_names() -> None:
     assert read_split([1, 3], NAMES, 2) == (1, 3)
     assert read_split(["b", "d"], NAMES, 3) == (1, 2, 1)
     assert read_split([], NAMES, 1) == (4,)
 
 
-def test_even_sizes() -> None:
+def test_sizes_are_even() -> None:
     assert even_counts([4, 4, 8], 2) == (2, 1)
     assert even_counts([0, 0, 0, 0], 2) == (2, 2)
     assert even_counts([100, 0, 0, 0], 2) == (1, 3)
@@ -36,6 +36,6 @@ def test_even_sizes() -> None:
         ([1.5], "expected names of layers"),
     ],
 )
-def test_what_is_refused(split: Any, expected: str) -> None:
+def test_wrong_splits_are_refused(split: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         read_split(split, NAMES, 2)

@@ -1,4 +1,4 @@
-"""What goes from stage to stage may change for ever: both ends of a way remember some of it, and no more."""
+"""Messages between stages may keep changing: both ends remember a bounded number of forms."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.bodies.pipelines import ArrayTensors
 
 
 class Counting:
-    """Send other shapes and another note each time, and some again: those sent just before, and those of long ago."""
+    """Send different shapes and notes each time, and repeat some: recent ones and old ones."""
 
     def __init__(self, stage: int) -> None:
         self.stage, self.sent, self.got = stage, 0, 0
 
-    def made(self, number: int) -> StageValues:
+    def values(self, number: int) -> StageValues:
         kind = number - 1 if number % 3 == 2 else number % 5 if number % 7 == 0 else number
         return StageValues([np.full((1 + kind % 200,), number, "float32")], f"note {kind}")
 
     def forward(self, microbatch: int, inputs: Any) -> Any:
         if self.stage == 0:
             self.sent += 1
-            return {1: self.made(self.sent)}
+            return {1: self.values(self.sent)}
         self.got += 1
-        expected = self.made(self.got)
+        expected = self.values(self.got)
         assert inputs[0].note == expected.note
         np.testing.assert_array_equal(inputs[0].tensors[0], expected.tensors[0])
         return {}
@@ -42,7 +42,7 @@ class Counting:
         pass
 
 
-def test_terms_are_numbered_anew() -> None:
+def test_forms_are_renumbered() -> None:
     """Each new number, shape or note was remembered for ever, on both ranks."""
     agreed, numbers = LayoutTable(None), []
     for count in range(1, 300):
@@ -50,13 +50,13 @@ def test_terms_are_numbered_anew() -> None:
         numbers.append(agreed.number)
         assert not agreed.on([np.zeros(count)], [True], ""), "it is known"
         assert agreed.number == numbers[-1]
-        if count > 1:  # what is used is kept
+        if count > 1:  # used forms stay
             assert not agreed.on([np.zeros(max(1, count - MOST_TERMS // 4))], [True], "")
     assert max(numbers) == MOST_TERMS
 
 
 @pytest.mark.parametrize("nodes", [None, (0, 1)], ids=["on a node", "between nodes"])
-def test_what_comes_is_what_was_sent_whatever_changes(nodes: Any) -> None:
+def test_messages_arrive_unchanged_whatever_their_form(nodes: Any) -> None:
     lowered = verify(make("1f1b", 2, 6), reduce=True)
 
     def rank_main(comm: Any) -> Any:

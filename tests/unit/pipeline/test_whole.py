@@ -1,4 +1,4 @@
-"""What a cut model computes is held against the whole one, and the first value that differs is named everywhere."""
+"""A divided model is compared with the whole one, and all ranks name the first different value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.pipeline.cut_check import ModelRun, compare_with_original
 
 
 class Group:
-    """Two ranks in one thread: what the other one gathers is what this one did."""
+    """Two ranks in one thread: the other rank gathers the values of this one."""
 
     rank, size = 0, 2
 
@@ -35,7 +35,7 @@ def run(**changes: Any) -> ModelRun:
 
 def test_equal_runs_pass() -> None:
     compare_with_original(Group(), run(), run())
-    rounded = run(gradients={"a.bias": np.full(2, -1e-10)})  # zero but for rounding, beside the others
+    rounded = run(gradients={"a.bias": np.full(2, -1e-10)})  # zero up to rounding, compared with the others
     compare_with_original(Group(), run(), rounded)
 
 
@@ -52,12 +52,12 @@ def test_equal_runs_pass() -> None:
         ({"gradients": {"c": None}}, "the gradient of c does not exist in the original model"),
     ],
 )
-def test_what_differs_is_named(changes: dict[str, Any], message: str) -> None:
+def test_differences_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"the cut model differs from the original, in training: .*{message}"):
         compare_with_original(Group(), run(), run(**changes), when="in training")
 
 
-def test_the_first_of_all_ranks_is_named() -> None:
+def test_all_ranks_name_the_first_difference() -> None:
     other: Any = ((0, "the output of a differs"), [])
     with pytest.raises(UsageError, match=r"the output of a differs \(on rank 1\)"):
         compare_with_original(Group(other), run(), run(state={"a.count": np.array(2)}))

@@ -1,4 +1,4 @@
-"""Of all ranks that fail one reports, and nothing that another one says is lost."""
+"""One failed rank reports, and no message of another rank is lost."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def board(tmp_path: Path) -> ErrorBoard:
     return ErrorBoard(tmp_path / "errors", tmp_path / "others")
 
 
-def test_the_first_reports_and_says_who_has_the_same_error(tmp_path: Path) -> None:
+def test_the_first_reports_and_names_ranks_with_the_same_error(tmp_path: Path) -> None:
     board_ = board(tmp_path)
     assert [board_.claim(rank, "UsageError: no") for rank in (2, 0, 1)] == [True, False, False]
     assert board_.leave(0, "UsageError: no", "a report") and not (tmp_path / "others").exists()
     assert board_.others_text(2) == "the same error on ranks 0-1"
 
 
-def test_another_error_is_kept(tmp_path: Path) -> None:
+def test_another_error_is_saved(tmp_path: Path) -> None:
     board_ = board(tmp_path)
     assert board_.claim(1, "ValueError: a") and not board_.claim(0, "ValueError: b")
     assert board_.leave(0, "ValueError: b", "the whole report")
@@ -28,7 +28,7 @@ def test_another_error_is_kept(tmp_path: Path) -> None:
     assert board_.others_text(1) == f"other errors on rank 0, in {tmp_path}/others/error-RANK.txt"
 
 
-def test_messages_that_differ_in_the_rank_itself_or_in_seconds_are_the_same(tmp_path: Path) -> None:
+def test_rank_numbers_and_seconds_do_not_make_messages_different(tmp_path: Path) -> None:
     mismatch = "not the same call (call 1; this is rank {}):\n  rank 0: barrier\n  rank 1: scan"
     stall = "world: barrier: rank {}: gave up after 5.{} s"
     for name, text in (("mismatch", mismatch), ("stall", stall)):
@@ -48,7 +48,7 @@ def test_a_consequence_lets_its_cause_report(tmp_path: Path) -> None:
     assert 0.1 <= time.monotonic() - start < 10
 
 
-def test_all_report_if_nothing_can_be_written(tmp_path: Path) -> None:
+def test_all_ranks_report_without_a_writable_folder(tmp_path: Path) -> None:
     (tmp_path / "errors").touch()
     (tmp_path / "others").touch()
     board_ = board(tmp_path)

@@ -37,7 +37,7 @@ def test_frames_inside_commlib_become_one_line() -> None:
     assert entered_call(error.__traceback__) == "program"
 
 
-def test_all_frames_on_request() -> None:
+def test_all_frames_are_shown_on_request() -> None:
     text = format_error(caught(train), full=True)
     assert text.count("registry.py") == 2 and "frames inside" not in text
 
@@ -50,7 +50,7 @@ def test_frames_between_those_of_the_user_are_folded_too() -> None:
     assert entered_call(error.__traceback__) == ""
 
 
-def test_the_frames_stay_if_commlib_itself_fails() -> None:
+def test_frames_stay_if_commlib_itself_fails() -> None:
     text = format_error(caught(lambda: each(None, 0, 7)))  # type: ignore[arg-type]
     assert "rows.py" in text and "frames inside" not in text
 

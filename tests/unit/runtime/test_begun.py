@@ -1,4 +1,4 @@
-"""Small asynchronous calls, which are begun where they are called; and groups, which do not wait for each other."""
+"""Small asynchronous calls, which begin in the caller's thread; and groups, which do not wait for each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def warm(comm):
     comm.all_reduce(np.zeros(3))
 
 
-def test_peers_need_nothing_more_of_a_rank_that_has_begun():
+def test_peers_can_finish_without_a_wait_of_a_rank_that_has_begun():
     turn = threading.Event()
 
     def check(comm):
@@ -29,7 +29,7 @@ def test_peers_need_nothing_more_of_a_rank_that_has_begun():
         x = np.full(3, comm.rank + 1.0)
         if comm.rank == 0:
             work = comm.all_reduce_async(x, out=x)
-            turn.wait(10)  # the others are through, though this rank has not waited yet
+            turn.wait(10)  # the others have completed, though this rank has not waited yet
             assert isinstance(work, StartedOperations)
             assert work.wait() is x
         else:
@@ -42,7 +42,7 @@ def test_peers_need_nothing_more_of_a_rank_that_has_begun():
     run(3, check)
 
 
-def test_what_follows_is_done_in_order():
+def test_later_calls_run_in_order():
     def check(comm):
         warm(comm)
         x, y = np.full(3, 1.0 + comm.rank), np.full(3, 10.0)
@@ -119,7 +119,7 @@ def test_a_plan_is_begun_too():
     run(2, check)
 
 
-def test_what_is_begun_when_commlib_ends_is_dropped_with_an_error():
+def test_calls_begun_at_shutdown_are_dropped_with_an_error():
     def check(comm):
         warm(comm)
         if comm.rank == 0:
@@ -131,8 +131,8 @@ def test_what_is_begun_when_commlib_ends_is_dropped_with_an_error():
     run(2, check)
 
 
-def test_threads_with_groups_of_their_own_take_turns_as_they_like():
-    """With one queue for all groups, two ranks that began with different ones waited for each other for ever."""
+def test_threads_with_their_own_groups_run_independently():
+    """With one queue for all groups, two ranks that began with different groups waited for each other for ever."""
 
     def check(comm):
         groups = [comm.split(0, comm.rank) for _ in range(3)]
@@ -162,7 +162,7 @@ def test_threads_with_groups_of_their_own_take_turns_as_they_like():
     run(3, check, nodes=[0, 0, 1], config=Config(timeout=20))
 
 
-def test_a_group_that_is_dropped_takes_its_thread_along():
+def test_a_dropped_group_ends_its_thread():
     def check(comm):
         group = comm.split(0)
         group.all_reduce_async(np.ones(3000)).wait()

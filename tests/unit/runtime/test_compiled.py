@@ -1,4 +1,4 @@
-"""Compiled calls: a call within a call, by a signal handler for example, is refused wherever it comes."""
+"""Compiled calls: a call within a call, by a signal handler for example, is refused at every point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commlib.runtime.progress import Progress
 
 
 class Interrupted(CompiledCall):
-    """A call during which something else is called: in its compiled step, or after that has left it to Python."""
+    """A call with another call inside: in its compiled step, or after the step has returned to Python."""
 
     def __init__(self, progress, meanwhile, *, in_step):
         super().__init__(progress, "interrupted")
@@ -57,7 +57,7 @@ WAYS = {
 @pytest.mark.parametrize("in_step", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_within_a_call_is_refused(way, in_step):
-    """In the compiled step nothing says that a call runs: it waited for ever for the one that it had interrupted."""
+    """In the compiled step no flag marks a running call: the inner call waited for ever for the interrupted one."""
     progress = Progress()
     other = Other(progress, "other")
     begun = Other(progress, "begun")

@@ -1,4 +1,4 @@
-"""What a rank writes of itself when a job hangs: its calls, its waits, and where its user's code is."""
+"""The dump of a rank when a job hangs: its calls, its waits, and the position of the user's code."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.bodies.loopback import run
         ("sum of 4 x apples", -1),
     ],
 )
-def test_sizes_are_read_off_the_text_of_a_call(text, nbytes):
+def test_sizes_are_parsed_from_the_text_of_a_call(text, nbytes):
     assert hang_state.nbytes_of(text) == nbytes
 
 
-def test_the_last_calls_of_each_group_are_known():
-    """By their numbers, with what waits behind them."""
+def test_the_last_calls_of_each_group_are_recorded():
+    """With their numbers, and the calls queued behind them."""
     entered, leave = threading.Event(), threading.Event()
 
     def wait_in_the_middle():
@@ -67,19 +67,19 @@ def test_the_last_calls_of_each_group_are_known():
     ]  # fmt: skip
 
 
-def test_a_wait_is_known_while_it_lasts_and_not_after():
+def test_a_wait_is_recorded_only_while_it_lasts():
     release = threading.Event()
 
     def body(comm):
         if comm.rank == 1:
             assert release.wait(20)
-        found = []
+        states = []
 
         def look():
             deadline = time.monotonic() + 20
             while not (stuck := hang_state.find_stuck(comm.runtime, 0.2)) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            found.extend([stuck, hang_state.find_wait_starts(comm.runtime), hang_state.waits(comm.runtime)])
+            states.extend([stuck, hang_state.find_wait_starts(comm.runtime), hang_state.waits(comm.runtime)])
             release.set()
 
         thread = threading.Thread(target=look)
@@ -89,8 +89,8 @@ def test_a_wait_is_known_while_it_lasts_and_not_after():
         comm.all_reduce(np.ones(4, "float32"))
         if comm.rank == 0:
             thread.join()
-            found.append(hang_state.waits(comm.runtime))
-        return me, found
+            states.append(hang_state.waits(comm.runtime))
+        return me, states
 
     me, (stuck, began, (wait,), after) = run(2, body, config=Config(timeout=30))[0]
     assert len(stuck) == 1 and stuck <= began
@@ -99,7 +99,7 @@ def test_a_wait_is_known_while_it_lasts_and_not_after():
     assert after == []
 
 
-def test_the_users_frame_is_the_last_that_is_no_librarys():
+def test_the_users_frame_is_the_last_outside_libraries():
     """Here it is a function of this file that waits in the standard library."""
     release = threading.Event()
 
@@ -109,17 +109,17 @@ def test_the_users_frame_is_the_last_that_is_no_librarys():
     thread = threading.Thread(target=wait_for_it, name="busy")
     thread.start()
     try:
-        found = {state.name: state for state in all_threads(besides=threading.get_ident())}
+        states = {state.name: state for state in all_threads(besides=threading.get_ident())}
     finally:
         release.set()
         thread.join()
-    place = found["busy"].place
+    place = states["busy"].place
     assert place is not None and (place.function, place.code) == ("wait_for_it", "release.wait(20)")
-    assert not found["busy"].inside and threading.main_thread().name not in found
-    assert found["busy"].stack[0].function == "_bootstrap"
+    assert not states["busy"].inside and threading.main_thread().name not in states
+    assert states["busy"].stack[0].function == "_bootstrap"
 
 
-def test_whose_a_file_is():
+def test_files_belong_to_the_user_or_a_library():
     assert is_ours(hang_state.__file__) and not is_users(hang_state.__file__)
     assert is_users(__file__) and not is_ours(__file__)
     assert not is_users(np.__file__) and not is_users(threading.__file__) and not is_users("<frozen importlib>")

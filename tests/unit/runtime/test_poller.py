@@ -1,4 +1,4 @@
-"""The poller asks works until they are done, and forgets them with their owner."""
+"""The poller tests works until they are done, and drops them with their owner."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from commlib.runtime.poller import MessagePoller
 
 @pytest.fixture
 def poller():
-    made = MessagePoller()
-    yield made
-    made.close()
+    created = MessagePoller()
+    yield created
+    created.close()
 
 
 class Counted:
@@ -30,24 +30,24 @@ class Counted:
         return self.asked >= self.needed
 
 
-def test_a_work_is_asked_until_it_is_done(poller):
+def test_a_work_is_tested_until_it_is_done(poller):
     works = [Counted(5), Counted(50)]
     for work in works:
         poller.watch(work, "owner")
     assert poller.drain(10) == ""
-    asked = [work.asked for work in works]
-    assert asked == [5, 50]
+    tests = [work.asked for work in works]
+    assert tests == [5, 50]
     time.sleep(0.05)
-    assert [work.asked for work in works] == asked
+    assert [work.asked for work in works] == tests
 
 
-def test_drain_names_what_does_not_end(poller):
+def test_drain_names_unfinished_works(poller):
     assert poller.drain(0) == ""
     poller.watch(Counted(10**9), "owner")
     assert poller.drain(0.05) == "unfinished counted"
 
 
-def test_a_new_work_is_asked_at_once_though_another_lasts(poller):
+def test_a_new_work_is_tested_at_once_though_another_lasts(poller):
     poller.watch(Counted(10**9), "patient")
     time.sleep(0.1)  # the naps are long now
     start = time.monotonic()
@@ -59,28 +59,28 @@ def test_a_new_work_is_asked_at_once_though_another_lasts(poller):
     assert time.monotonic() - start < 3
 
 
-def test_works_of_a_forgotten_owner_are_asked_no_more(poller):
+def test_works_of_a_dropped_owner_are_not_tested(poller):
     forgotten, other = Counted(10**9), Counted(10**9)
     poller.watch(forgotten, owner := object())
     poller.watch(other, object())
     poller.forget(owner)
-    asked, others = forgotten.asked, other.asked
+    tests, others = forgotten.asked, other.asked
     time.sleep(0.1)
-    assert forgotten.asked == asked
+    assert forgotten.asked == tests
     assert other.asked > others
 
 
 def test_an_idle_attendant_keeps_nothing_alive(poller):
     work = Counted(2)
-    gone = weakref.ref(work)
+    reference = weakref.ref(work)
     poller.watch(work, "owner")
     assert poller.drain(10) == ""
     del work
     deadline = time.monotonic() + 5
-    while gone() is not None and time.monotonic() < deadline:
+    while reference() is not None and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert gone() is None
+    assert reference() is None
 
 
 def test_the_thread_ends_after_close_and_no_thread_without_works(poller):

@@ -18,13 +18,13 @@ from commlib.runtime.progress import Progress
 
 @pytest.fixture
 def progress():
-    made = Progress()
-    yield made
-    made.close()
+    created = Progress()
+    yield created
+    created.close()
 
 
 def run_now(progress, text, function):
-    """Run an operation in this thread, after everything that was launched before."""
+    """Run an operation in this thread, after all earlier operations."""
     return Task(progress, text, function).now(None, None)
 
 
@@ -53,7 +53,7 @@ def test_a_blocking_call_runs_in_its_own_thread_when_nothing_is_pending(progress
     assert run_now(progress, "inline", threading.current_thread) is threading.current_thread()
 
 
-def test_a_blocking_call_queues_behind_what_is_pending(progress):
+def test_a_blocking_call_queues_behind_pending_operations(progress):
     gate, ran = Gate(), []
     progress.start("gate", gate)
     progress.start("second", lambda: ran.append("second"))
@@ -66,7 +66,7 @@ def test_a_blocking_call_queues_behind_what_is_pending(progress):
     assert ran == ["second", "third"]
 
 
-def test_one_operation_at_a_time_whatever_the_thread(progress):
+def test_one_operation_runs_at_a_time_over_all_threads(progress):
     inside, most = [0], [0]
 
     def run():
@@ -100,7 +100,7 @@ def test_an_error_belongs_to_its_work_and_the_next_one_runs(progress):
     assert run_now(progress, "inline", lambda: 8) == 8
 
 
-def test_close_drops_what_has_not_begun(progress):
+def test_close_drops_operations_that_have_not_begun(progress):
     gate = Gate()
     running, queued = progress.start("running", gate), progress.start("queued", lambda: None)
     assert gate.began.wait(10)
@@ -125,12 +125,12 @@ def test_the_thread_ends_after_close():
     assert not thread.is_alive()
 
 
-def test_no_thread_without_async_work(progress):
+def test_without_async_work_there_is_no_thread(progress):
     run_now(progress, "inline", lambda: None)
     assert progress.thread is None
 
 
-def test_drain_waits_and_names_what_does_not_end(progress):
+def test_drain_waits_and_names_unfinished_operations(progress):
     assert progress.drain(0) == ""
     gate = Gate()
     progress.start("slow one", gate)
@@ -145,15 +145,15 @@ def test_an_idle_thread_keeps_nothing_alive(progress):
         pass
 
     array = Array()
-    gone = weakref.ref(array)
+    reference = weakref.ref(array)
     work = progress.start("use", lambda array=array: None)
     work.wait(10)
     del array
     deadline = time.monotonic() + 5
-    while gone() is not None and time.monotonic() < deadline:
+    while reference() is not None and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert gone() is None
+    assert reference() is None
 
 
 def test_join_waits_until_the_thread_has_dropped_everything():
@@ -165,7 +165,7 @@ def test_join_waits_until_the_thread_has_dropped_everything():
             time.sleep(0.2)
             dropped.set()
 
-    def run(held=Slow()):  # noqa: B008
+    def run(slow=Slow()):  # noqa: B008
         return None
 
     progress.start("slow to drop", run).wait()
@@ -176,7 +176,7 @@ def test_join_waits_until_the_thread_has_dropped_everything():
     assert progress.thread is not None and not progress.thread.is_alive()
 
 
-def test_a_work_says_how_long_it_ran(progress):
+def test_a_work_reports_its_run_time(progress):
     slow = progress.start("slow", lambda: time.sleep(0.02))
 
     def divide():
@@ -226,8 +226,8 @@ def test_a_call_while_another_is_being_queued_is_refused(waits):
     progress.close()
 
 
-def test_what_was_interrupted_as_it_was_queued_is_no_failure_that_nobody_saw(progress, monkeypatch):
-    """Its error, which its caller had been told of by an exception, ended the job."""
+def test_an_operation_interrupted_while_queued_is_not_an_unseen_failure(progress, monkeypatch):
+    """Its error, already raised in the caller, ended the job."""
     gate, start = Gate(), threading.Thread.start
 
     class Alarm(Exception):

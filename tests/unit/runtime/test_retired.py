@@ -1,4 +1,4 @@
-"""Groups that were dropped are freed once, whoever finds that all their ranks have dropped them."""
+"""Groups that were dropped are freed once, whichever thread finds that all ranks have dropped them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Part:
         self.closed += 1
 
 
-def test_what_all_ranks_have_dropped_is_freed() -> None:
+def test_groups_dropped_by_all_ranks_are_freed() -> None:
     retired, parts = DeferredFree(), [Part(), Part()]
     retired.note(("of two", 2), parts[:1])
     retired.note(("of one", 1), parts[1:])
@@ -27,7 +27,7 @@ def test_what_all_ranks_have_dropped_is_freed() -> None:
 
 
 def test_two_groups_may_be_split_at_once() -> None:
-    """Each thread has seen the same notes before either frees: the second one broke its group with a KeyError."""
+    """Both threads have read the same notes before either frees: the second one broke its group with a KeyError."""
     retired, part = DeferredFree(), Part()
     retired.note(("of one", 1), [part])
 

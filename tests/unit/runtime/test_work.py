@@ -14,7 +14,7 @@ from commlib.runtime.work import Work
 from tests.bodies.loopback import run
 
 
-def test_a_result():
+def test_a_work_has_a_result():
     work = Work("adding")
     assert not work.done()
     assert repr(work) == "<Work adding: pending>"
@@ -24,7 +24,7 @@ def test_a_result():
     assert repr(work) == "<Work adding: done>"
 
 
-def test_an_error():
+def test_a_work_raises_its_error():
     work, error = Work("adding"), UsageError("no")
     work.finish(error=error)
     assert work.done() and work.exception() is error
@@ -35,7 +35,7 @@ def test_an_error():
     assert repr(work) == "<Work adding: failed>"
 
 
-def test_a_timeout_leaves_the_work_going():
+def test_a_timeout_does_not_stop_the_work():
     work = Work("adding")
     start = time.monotonic()
     with pytest.raises(StallError, match=r"adding: not done after 0.05 s; it is still running, wait again"):
@@ -47,7 +47,7 @@ def test_a_timeout_leaves_the_work_going():
     assert work.wait(0) == 1
 
 
-def test_many_waiters_get_the_same():
+def test_many_waiters_get_the_same_result():
     work, results = Work("adding"), []
     threads = [threading.Thread(target=lambda: results.append(work.wait(10))) for _ in range(8)]
     for thread in threads:
@@ -55,7 +55,7 @@ def test_many_waiters_get_the_same():
     work.finish(result := object())
     for thread in threads:
         thread.join(10)
-    assert len(results) == 8 and all(found is result for found in results)
+    assert len(results) == 8 and all(one is result for one in results)
 
 
 def test_waiters_of_a_message_each_have_their_own_timeout():

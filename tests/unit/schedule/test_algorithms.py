@@ -1,4 +1,4 @@
-"""Every registered algorithm, whoever wrote it: it is proved right, and it costs what its docstring claims."""
+"""Every registered algorithm: it is proved correct, and its cost matches its docstring."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def cases(algorithm: Algorithm, size: int) -> Iterator[tuple[int, int]]:
 
 
 @every_algorithm
-def test_is_correct(verb: str, name: str) -> None:
+def test_algorithms_are_correct(verb: str, name: str) -> None:
     for size in SIZES:
         for root, segments in cases(find(verb, name), size):
             verify([program(verb, name, rank, size, root=root, segments=segments) for rank in range(size)])
 
 
 @every_algorithm
-def test_costs_what_it_claims(verb: str, name: str) -> None:
+def test_costs_match_the_claims(verb: str, name: str) -> None:
     algorithm = find(verb, name)
     for size in SIZES:
         for root, segments in cases(algorithm, size):
@@ -47,7 +47,7 @@ def test_costs_what_it_claims(verb: str, name: str) -> None:
 
 
 @every_algorithm
-def test_says_what_it_does(verb: str, name: str) -> None:
+def test_algorithms_describe_themselves(verb: str, name: str) -> None:
     description = find(verb, name).description
     assert description.split("\n")[0].endswith(".")
     for word in ("Rounds:", "Bytes sent per rank:", "Source:"):
@@ -71,7 +71,7 @@ def test_double_tree_uses_both_trees_and_no_rank_works_in_both(size: int) -> Non
     assert not busy[0] & busy[1]
 
 
-def test_segments_of_a_tree_climb_while_others_fall() -> None:
-    """One round of the root adds a segment that comes up and sends an earlier one down."""
+def test_segments_of_a_tree_go_up_while_others_go_down() -> None:
+    """One round of the root adds an arriving segment and sends an earlier one down."""
     rounds = program("all_reduce", "binomial_tree", 0, 4, segments=3).rounds
     assert any(step.sends and step.recvs for step in rounds)

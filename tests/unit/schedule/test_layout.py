@@ -14,7 +14,7 @@ chunks = st.integers(1, 300)
 
 
 @given(counts, chunks)
-def test_even(count: int, chunks: int) -> None:
+def test_even_layouts_cover_all_elements(count: int, chunks: int) -> None:
     layout = even(count, chunks)
     assert layout.chunks == chunks and layout.count == count == sum(layout.counts)
     assert max(layout.counts) - min(layout.counts) <= 1
@@ -23,14 +23,14 @@ def test_even(count: int, chunks: int) -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=40))
-def test_uneven(sizes: list[int]) -> None:
+def test_uneven_layouts_cover_all_elements(sizes: list[int]) -> None:
     layout = uneven(sizes)
     assert list(layout.counts) == sizes
     assert layout.count == sum(sizes)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.data())
-def test_slices_join(sizes: list[int], data: st.DataObject) -> None:
+def test_adjacent_slices_join(sizes: list[int], data: st.DataObject) -> None:
     layout = uneven(sizes)
     a, b, c = sorted(data.draw(st.integers(0, len(sizes))) for _ in range(3))
     left, right = layout.slice(Span(a, b)), layout.slice(Span(b, c))
@@ -40,7 +40,7 @@ def test_slices_join(sizes: list[int], data: st.DataObject) -> None:
 
 
 @given(counts, chunks, st.integers(1, 50))
-def test_blocks_lie_side_by_side(count: int, chunks: int, number: int) -> None:
+def test_blocks_are_contiguous(count: int, chunks: int, number: int) -> None:
     position = 0
     for layout in blocks(count, chunks, number):
         assert layout.chunks == chunks
@@ -69,7 +69,7 @@ def test_slices_of_several_chunks_are_refused() -> None:
         cut(even(10, 3), 2)[0].slice(Span(0, 2))
 
 
-def test_refuses_nonsense() -> None:
+def test_invalid_layouts_are_refused() -> None:
     for wrong in (lambda: even(-1, 2), lambda: even(1, 0), lambda: uneven([1, -1])):
         with pytest.raises(UsageError):
             wrong()

@@ -23,7 +23,7 @@ from commlib.schedule import (
 )
 
 
-def test_the_designed_algorithms_are_there() -> None:
+def test_the_designed_algorithms_are_registered() -> None:
     expected = {
         "all_reduce": {
             "ring",
@@ -50,10 +50,10 @@ def test_programs_are_cached() -> None:
     assert program("all_reduce", "ring", 1, 4) is program("all_reduce", "ring", 1, 4)
 
 
-def test_a_program_knows_what_it_is() -> None:
-    made = program("broadcast", "chain", 1, 4, root=2, segments=3)
-    assert (made.verb, made.algorithm, made.rank, made.size, made.root) == ("broadcast", "chain", 1, 4, 2)
-    assert made.regions == (3,)
+def test_a_program_has_its_parameters() -> None:
+    chain = program("broadcast", "chain", 1, 4, root=2, segments=3)
+    assert (chain.verb, chain.algorithm, chain.rank, chain.size, chain.root) == ("broadcast", "chain", 1, 4, 2)
+    assert chain.regions == (3,)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_program_knows_what_it_is() -> None:
         (lambda: program("barrier", "dissemination", 0, 2, segments=2), "barrier that are: none"),
     ],
 )
-def test_wrong_calls_say_why(call: Callable[[], Program], message: str) -> None:
+def test_wrong_calls_give_a_reason(call: Callable[[], Program], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         call()
 
@@ -95,7 +95,7 @@ def test_an_unknown_verb_cannot_be_verified() -> None:
         verify([Program("all_shrink", "ring", 0, 1, 0, (1,), ())])
 
 
-def test_importing_brings_no_heavy_module() -> None:
+def test_importing_loads_no_heavy_module() -> None:
     code = "import sys, commlib.schedule; print(*(m for m in ('numpy', 'mpi4py', 'threading') if m in sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == ""

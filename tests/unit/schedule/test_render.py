@@ -48,7 +48,7 @@ def title(verb: str, name: str, size: int, options: dict[str, int]) -> str:
 
 
 @pytest.mark.parametrize(("verb", "name", "size", "options"), PICTURES, ids=[title(*picture) for picture in PICTURES])
-def test_golden(verb: str, name: str, size: int, options: dict[str, int]) -> None:
+def test_pictures_match_the_golden_files(verb: str, name: str, size: int, options: dict[str, int]) -> None:
     file = GOLDEN / f"{title(verb, name, size, options)}.txt"
     got = render([program(verb, name, rank, size, **options) for rank in range(size)])
     if os.environ.get("COMMLIB_GOLDEN") == "write":
@@ -60,7 +60,7 @@ def test_no_golden_file_is_left_over() -> None:
     assert {file.stem for file in GOLDEN.glob("*.txt")} == {title(*picture) for picture in PICTURES}
 
 
-def test_what_is_stuck_is_drawn_too() -> None:
+def test_stuck_programs_are_drawn() -> None:
     one = Span(0, 1)
     sender = Program("broadcast", "broken", 0, 2, 0, (1,), (Round(sends=(Send(1, one),)), Round(sends=(Send(1, one),))))
     receiver = Program("broadcast", "broken", 1, 2, 0, (1,), (Round(recvs=(Recv(0, one),)),))

@@ -58,7 +58,7 @@ def run(programs: Sequence[Program], layouts: Sequence[Sequence[Layout]], memori
             wanted[channel] += 1
 
     def finish(rank: int) -> bool:
-        """End the round if all its messages have met; the sends of this rank count only once they are wanted."""
+        """End the round if all its messages are matched; sends of this rank count only once they are received."""
         if position[rank] == len(programs[rank].rounds):
             return False
         if any(wanted[channel] <= number for channel, number in sends[rank]):
@@ -102,7 +102,7 @@ one_region = [
 @pytest.mark.parametrize(("verb", "name"), one_region, ids=[f"{verb}-{name}" for verb, name in one_region])
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
-def test_one_region(verb: str, name: str, data: st.DataObject) -> None:
+def test_programs_in_one_region_give_the_result(verb: str, name: str, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12), "size")
     root = data.draw(st.integers(0, size - 1), "root")
     programs = make(verb, name, size, root, data.draw(st.integers(1, 4), "segments"))
@@ -146,7 +146,7 @@ def test_one_region(verb: str, name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", algorithms("all_to_all"))
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_all_to_all(name: str, data: st.DataObject) -> None:
+def test_all_to_all_programs_give_the_result(name: str, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12), "size")
     programs = make("all_to_all", name, size, 0, 1)
     same = data.draw(st.integers(0, 3), "chunk")

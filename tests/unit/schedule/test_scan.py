@@ -1,4 +1,4 @@
-"""Scans are proved as every other program is."""
+"""Scans are proved correct like every other program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.schedule.verify import ScheduleError
 
 
 @pytest.mark.parametrize("verb", ["scan", "exscan"])
-def test_is_correct(verb: str) -> None:
+def test_scans_are_correct(verb: str) -> None:
     for size in (*range(1, 34), 64, 100):
         verify([scan_program(verb, rank, size) for rank in range(size)])
 

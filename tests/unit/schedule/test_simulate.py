@@ -19,14 +19,14 @@ def time(verb: str, name: str, size: int, **options: int) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 32])
-def test_ring(size: int) -> None:
+def test_a_ring_matches_its_formula(size: int) -> None:
     piece = N / size
     expected = (size - 1) * (2 * (ALPHA + piece * BETA) + piece * GAMMA)
     assert time("all_reduce", "ring", size) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("size", [2, 4, 16, 64])
-def test_powers_of_two(size: int) -> None:
+def test_power_of_two_algorithms_match_their_formulas(size: int) -> None:
     steps, share = log2(size), (size - 1) / size
     assert time("all_reduce", "recursive_doubling", size) == pytest.approx(steps * (ALPHA + N * (BETA + GAMMA)))
     both = 2 * steps * ALPHA + share * N * (2 * BETA + GAMMA)
@@ -38,7 +38,7 @@ def test_powers_of_two(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 7, 20])
 @pytest.mark.parametrize("segments", [1, 4, 50])
-def test_chain(size: int, segments: int) -> None:
+def test_a_chain_matches_its_formula(size: int, segments: int) -> None:
     one = ALPHA + N / segments * BETA
     assert time("broadcast", "chain", size, segments=segments) == pytest.approx((size - 2 + segments) * one)
 
@@ -56,7 +56,7 @@ def test_copies_cost_gamma() -> None:
     assert time("all_to_all", "pairwise", 4) == pytest.approx(expected)
 
 
-def test_links_tell_nodes_apart() -> None:
+def test_links_distinguish_nodes() -> None:
     """Recursive doubling on 2 nodes of 2 ranks: the first exchange stays in the node."""
     local, network = LinkCost(1e-6, 1e-11), LinkCost(1e-5, 1e-9)
     got = estimate("all_reduce", "recursive_doubling", 4, N, nodes(2, local, network)).time
@@ -91,7 +91,7 @@ def test_no_message_takes_no_time() -> None:
     assert estimate("all_reduce", "ring", 1, N, LINK).time == 0
 
 
-def test_thousands_of_ranks() -> None:
+def test_thousands_of_ranks_are_simulated() -> None:
     result = estimate("all_reduce", "recursive_doubling", 4096, N, LINK)
     assert result.time == pytest.approx(12 * (ALPHA + N * BETA))
 

@@ -1,4 +1,4 @@
-"""`verify` finds every kind of mistake, and says at which rank and in which round it is."""
+"""`verify` finds every kind of mistake, and names its rank and round."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[list[Program], str]] = {
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_finds(mistake: str) -> None:
+def test_mistakes_are_found(mistake: str) -> None:
     wrong, message = WRONG[mistake]
     with pytest.raises(ScheduleError, match=message):
         verify(wrong)
@@ -206,7 +206,7 @@ def longer(place: int) -> Edit:
 
 
 def messages(all_ranks: list[Program]) -> Iterator[tuple[tuple[int, int, int], tuple[int, int, int]]]:
-    """Both ends (rank, round, place) of every message: the n-th send to a rank meets its n-th receive."""
+    """Both ends (rank, round, place) of every message: the n-th send to a rank matches its n-th receive."""
     arrivals: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for p in all_ranks:
         for index, step in enumerate(p.rounds):

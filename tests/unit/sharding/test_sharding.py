@@ -1,4 +1,4 @@
-"""Shardings: spans of parts and units, against an array that is cut by hand; nothing lost, nothing twice."""
+"""Shardings: spans of parts and units, compared with an array cut by hand; no element lost or repeated."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from commlib.sharding.sharding import parts_of
 from commlib.tensor_parallel import Sharding
 
 
-def test_heads_of_q_k_and_v() -> None:
+def test_heads_of_q_k_and_v_are_divided() -> None:
     sharding = Sharding((24, 7), 0, parts=(16, 4, 4), units=4)
     assert sharding.spans(0, 2) == ((0, 8), (16, 18), (20, 22))
     assert sharding.spans(1, 2) == ((8, 16), (18, 20), (22, 24))
     assert sharding.local(1, 2) == (12, 7)
 
 
-def test_the_first_ranks_have_one_more() -> None:
+def test_the_first_ranks_get_the_remainder() -> None:
     assert Sharding((3, 7), 1).lengths(3) == (3, 2, 2)
     assert Sharding((12,), 0, units=3).lengths(2) == (8, 4)  # whole heads
 
 
 @given(st.data())
-def test_pieces_are_the_whole(data: st.DataObject) -> None:
+def test_pieces_join_to_the_whole(data: st.DataObject) -> None:
     units = data.draw(st.integers(1, 6))
     parts = tuple(units * n for n in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     size = data.draw(st.integers(1, 5))
@@ -39,7 +39,7 @@ def test_pieces_are_the_whole(data: st.DataObject) -> None:
     assert sharding.lengths(size) == tuple(map(len, shards))
 
 
-def test_what_cannot_be_divided() -> None:
+def test_indivisible_dimensions_are_refused() -> None:
     with pytest.raises(UsageError, match="has no dimension 2 to shard"):
         Sharding((3, 4), 2)
     with pytest.raises(UsageError, match=r"parts \[2, 3\] add up to 5, expected positive ones: 4, dimension 1"):
@@ -50,7 +50,7 @@ def test_what_cannot_be_divided() -> None:
         Sharding((8, 4), 0, units=2).check("up", 3)
 
 
-def test_parts_by_number_or_lengths() -> None:
+def test_parts_can_be_a_number_or_lengths() -> None:
     assert parts_of("up", 1, 8) == ()
     assert parts_of("up", 2, 8) == (4, 4)
     assert parts_of("up", (6, 2), 8) == (6, 2)
@@ -58,8 +58,8 @@ def test_parts_by_number_or_lengths() -> None:
         parts_of("up", 3, 8)
 
 
-def test_ranks_share_what_there_is_less_of() -> None:
-    """Heads of keys that are fewer than ranks: each is on as many ranks, one after another, and once in the whole."""
+def test_ranks_share_units_if_there_are_too_few() -> None:
+    """Heads of keys that are fewer than ranks: each is on as many ranks, consecutive ones, and once in the whole."""
     sharding = Sharding((8, 3), 0, units=2, shared=True)
     assert [sharding.spans(rank, 4) for rank in range(4)] == [((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),)]
     assert sharding.pieces(4) == [(0, 0, 4, 0), (2, 0, 4, 4)]
@@ -69,7 +69,7 @@ def test_ranks_share_what_there_is_less_of() -> None:
 
 
 def test_ranks_share_one_part_and_divide_another() -> None:
-    """Heads of Q beside one of K and one of V in one weight: all or none of it was shared."""
+    """Heads of Q with one of K and one of V in one weight: before, either all or none of it was shared."""
     sharding = Sharding((12, 3), 0, parts=(8, 2, 2), units=(4, 1, 1), shared=True)
     assert sharding.spans(1, 2) == ((4, 8), (8, 10), (10, 12))
     assert sharding.lengths(3) == (8, 6, 6)

@@ -1,4 +1,4 @@
-"""Slurm's commands are asked as they want it; they are stood in for by scripts here, and are real in tests/slurm.
+"""Slurm's commands get valid arguments. Here scripts stand in for them; tests/slurm has the real ones.
 
 Waiting for a job ends when all its tasks have, and outlives a controller that is restarted.
 """
@@ -16,7 +16,7 @@ from commlib.slurm.states import JobTask
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of PATH, but for the shell."""
+    """A folder that is all of PATH except for the shell."""
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
 
@@ -27,7 +27,7 @@ def stand_in(folder: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_the_number_of_a_job_on_one_of_several_clusters(commands: Path) -> None:
+def test_a_job_on_one_of_several_clusters_has_a_number(commands: Path) -> None:
     stand_in(commands, "sbatch", 'read line; test "$line $1" = "#!/bin/bash --parsable" && echo "12;cluster"')
     assert submit("#!/bin/bash\n") == "12"
 
@@ -40,7 +40,7 @@ def test_a_refusal_is_passed_on_in_one_line(commands: Path) -> None:
         submit("")
 
 
-def test_no_slurm_at_all(commands: Path) -> None:
+def test_a_missing_slurm_is_an_error(commands: Path) -> None:
     with pytest.raises(SlurmError, match="sbatch is not installed: submit on a login node"):
         submit("")
 
@@ -48,14 +48,14 @@ def test_no_slurm_at_all(commands: Path) -> None:
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
-def test_the_database_knows_what_the_controller_has_forgotten(commands: Path) -> None:
+def test_the_database_has_jobs_that_the_controller_has_dropped(commands: Path) -> None:
     stand_in(commands, "scontrol", FORGOTTEN)
     stand_in(commands, "sacct", 'test "$2" = 12 && echo "12|TIMEOUT|0:0|h0|01:00:00"')
     [task] = query_job("12")
     assert (task.state, task.code) == ("TIMEOUT", 1)
 
 
-def test_a_job_that_nobody_knows(commands: Path) -> None:
+def test_an_unknown_job_is_an_error(commands: Path) -> None:
     stand_in(commands, "scontrol", FORGOTTEN)
     stand_in(commands, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     with pytest.raises(SlurmError, match="no longer knows job 12: Slurm accounting storage is disabled"):
@@ -65,7 +65,7 @@ def test_a_job_that_nobody_knows(commands: Path) -> None:
         query_job("12")
 
 
-def test_a_controller_that_does_not_answer(commands: Path) -> None:
+def test_a_silent_controller_is_an_error(commands: Path) -> None:
     stand_in(commands, "scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(UnreachableError, match="Unable to contact slurm controller"):
         query_job("12")
@@ -75,11 +75,11 @@ PENDING, RUNNING, DONE = (JobTask("1", state) for state in ("PENDING", "RUNNING"
 
 
 def looking(*answers: list[JobTask] | Exception) -> Callable[[str], list[JobTask]]:
-    left = list(answers)
+    remaining = list(answers)
 
     def look(job: str) -> list[JobTask]:
         assert job == "1"
-        answer = left.pop(0) if len(left) > 1 else left[0]
+        answer = remaining.pop(0) if len(remaining) > 1 else remaining[0]
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -88,34 +88,34 @@ def looking(*answers: list[JobTask] | Exception) -> Callable[[str], list[JobTask
 
 
 def test_a_job_that_is_requeued_has_not_ended() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     look = looking([PENDING], [RUNNING], [PENDING], [RUNNING], [DONE])
-    assert wait_for_job("1", lambda text, more: told.append(text), look=look, sleep=lambda seconds: None) == [DONE]
-    assert told == ["PENDING", "RUNNING", "PENDING", "RUNNING"]
+    assert wait_for_job("1", lambda text, more: reported.append(text), look=look, sleep=lambda seconds: None) == [DONE]
+    assert reported == ["PENDING", "RUNNING", "PENDING", "RUNNING"]
 
 
 def test_all_tasks_of_an_array_have_to_end() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     assert wait_for_job(
         "1",
-        lambda text, more: told.append(text),
+        lambda text, more: reported.append(text),
         look=looking([DONE, RUNNING], [DONE, DONE]),
         sleep=lambda seconds: None,
     ) == [
         DONE,
         DONE,
     ]
-    assert told == ["1 COMPLETED, 1 RUNNING"]
+    assert reported == ["1 COMPLETED, 1 RUNNING"]
 
 
-def test_a_controller_that_does_not_answer_is_asked_again() -> None:
-    told: list[str] = []
+def test_a_silent_controller_is_queried_again() -> None:
+    reported: list[str] = []
     look = looking(UnreachableError("no contact"), [RUNNING], [DONE])
-    assert wait_for_job("1", lambda text, more: told.append(text), look=look, sleep=lambda seconds: None) == [DONE]
-    assert told == ["no answer: no contact", "RUNNING"]
+    assert wait_for_job("1", lambda text, more: reported.append(text), look=look, sleep=lambda seconds: None) == [DONE]
+    assert reported == ["no answer: no contact", "RUNNING"]
 
 
-def test_it_gives_up_in_the_end() -> None:
+def test_a_controller_that_stays_silent_is_an_error() -> None:
     slept: list[float] = []
     with pytest.raises(UnreachableError):
         wait_for_job("1", lambda text, more: None, look=looking(UnreachableError("no contact")), sleep=slept.append)
@@ -123,7 +123,7 @@ def test_it_gives_up_in_the_end() -> None:
     assert slept == sorted(slept) and slept[-1] == LONGEST
 
 
-def test_a_job_that_nobody_knows_is_an_error_at_once() -> None:
+def test_an_unknown_job_ends_the_wait_at_once() -> None:
     with pytest.raises(SlurmError, match="does not know"):
         wait_for_job(
             "1", lambda text, more: None, look=looking(SlurmError("does not know job 1")), sleep=lambda seconds: None

@@ -1,4 +1,4 @@
-"""A job that no cluster could run is refused: the message names the option, and says what was expected."""
+"""A job that no cluster could run is refused; the message names the option and the expected value."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def test_a_wrong_option_is_named(values: dict[str, Any], expected: str) -> None:
         {"container": "x", "runtime": "pyxis", "mpi": "srun"},
     ],
 )
-def test_what_sbatch_takes_is_taken(values: dict[str, Any]) -> None:
+def test_values_that_sbatch_accepts_are_accepted(values: dict[str, Any]) -> None:
     check(Job(**{**GOOD, **values}))

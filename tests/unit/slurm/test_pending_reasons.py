@@ -1,4 +1,4 @@
-"""A job that can never start is given up, with the reason and what to do; lines are those of Slurm 22.05, shortened."""
+"""The wait for a job that can never start ends, with the reason and a remedy; lines of Slurm 22.05, shortened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def why(task: JobTask, *, has_others: bool = False) -> str | None:
 
 
 @pytest.mark.parametrize("task", from_controller(RECORDED), ids=lambda task: f"{task.id}: {task.reason}")
-def test_recorded_reasons_come_with_what_to_do(task: JobTask) -> None:
+def test_recorded_reasons_come_with_a_remedy(task: JobTask) -> None:
     text = never_starts(task.id, [task], has_others=True)
     assert text is not None and f"will not start: PENDING ({task.reason}): " in text and "{" not in text
     assert "scancel" in text or "scontrol release" in text
@@ -45,7 +45,7 @@ NEVER = (
 
 
 @pytest.mark.parametrize("reason", NEVER)
-def test_other_reasons_that_time_does_not_end(reason: str) -> None:
+def test_permanent_reasons_end_the_wait(reason: str) -> None:
     assert why(pending(reason), has_others=True) is not None
 
 
@@ -57,7 +57,7 @@ MAY = (
 
 
 @pytest.mark.parametrize("reason", MAY)
-def test_what_may_start_is_waited_for(reason: str) -> None:
+def test_jobs_that_may_start_are_waited_for(reason: str) -> None:
     assert why(pending(reason)) is None
 
 
@@ -79,20 +79,20 @@ def test_other_states_are_not_stuck_whatever_their_reason(state: str) -> None:
     assert why(JobTask("12", state, reason="JobHeldUser")) is None
 
 
-def test_an_array_is_given_up_when_no_task_is_left_that_may_run() -> None:
-    held, done, runs = pending("JobHeldUser"), JobTask("12_0", "COMPLETED"), JobTask("12_1", "RUNNING")
-    assert never_starts("12", [held, done, runs], has_others=False) is None
-    text = never_starts("12", [done, held], has_others=False)
+def test_the_wait_for_an_array_ends_when_no_task_can_run() -> None:
+    held_task, done, runs = pending("JobHeldUser"), JobTask("12_0", "COMPLETED"), JobTask("12_1", "RUNNING")
+    assert never_starts("12", [held_task, done, runs], has_others=False) is None
+    text = never_starts("12", [done, held_task], has_others=False)
     assert text is not None and text.startswith("job 12 (1 of its tasks) will not start")
 
 
 def waited(*answers: JobTask, has_others: bool = False) -> tuple[list[float], Exception | list[JobTask]]:
-    """Return the seconds slept, and how the wait ended; the last answer stays."""
-    left, slept = list(answers), list[float]()
+    """Return the seconds slept, and the result of the wait; the last answer repeats."""
+    remaining, slept = list(answers), list[float]()
 
     def look(job: str) -> list[JobTask]:
         assert len(slept) < 1000, "it waits forever"
-        return [left.pop(0) if len(left) > 1 else left[0]]
+        return [remaining.pop(0) if len(remaining) > 1 else remaining[0]]
 
     try:
         end: Exception | list[JobTask] = wait_for_job(
@@ -110,10 +110,10 @@ def test_the_wait_ends_once_slurm_has_given_such_a_reason_for_some_time() -> Non
     assert SURE <= sum(slept) <= 2 * SURE
 
 
-def test_a_reason_that_goes_away_is_none() -> None:
+def test_a_temporary_reason_is_ignored() -> None:
     done = JobTask("12", "COMPLETED")
-    held = [pending("JobHeldUser")] * 6
-    assert waited(*held, pending("Priority"), *held[:2], JobTask("12", "RUNNING"), done)[1] == [done]
+    held_tasks = [pending("JobHeldUser")] * 6
+    assert waited(*held_tasks, pending("Priority"), *held_tasks[:2], JobTask("12", "RUNNING"), done)[1] == [done]
 
 
 def test_a_limit_with_other_jobs_is_waited_for() -> None:
@@ -123,7 +123,7 @@ def test_a_limit_with_other_jobs_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("state", sorted(ENDED))
-def test_every_end_is_an_end(state: str) -> None:
+def test_every_final_state_ends_the_wait(state: str) -> None:
     done = JobTask("12", state)
     assert waited(JobTask("12", "RUNNING"), done)[1] == [done]
 
@@ -131,8 +131,10 @@ def test_every_end_is_an_end(state: str) -> None:
 @pytest.mark.parametrize(
     ("squeue", "expected"), [("echo 12", False), ("printf '12\\n13\\n'", True), ("true", False), ("exit 1", True)]
 )
-def test_other_jobs_of_the_user(squeue: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown answer counts as other jobs: the wait goes on."""
+def test_other_jobs_of_the_user_are_detected(
+    squeue: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unknown answer counts as other jobs: the wait continues."""
     script = tmp_path / "squeue"
     script.write_text(f"#!/bin/sh\n{squeue}\n")
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Batch scripts say what was asked for, and bash reads them as they are meant."""
+"""Batch scripts have the given options, and bash parses them as intended."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ wait $ranks
 """
 
 
-def test_all_options_stand_there() -> None:
+def test_a_script_has_all_options() -> None:
     assert script(FULL) == WRITTEN
 
 
-def test_what_is_not_said_is_left_to_the_site() -> None:
+def test_missing_options_are_left_to_the_site() -> None:
     text = script(PLAIN, "commlib slurm bench")
     options = [line.split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
     assert options == [f"#SBATCH --{name}" for name in ("job-name", "output", "nodes", "ntasks-per-node")]
@@ -102,7 +102,7 @@ def test_what_is_not_said_is_left_to_the_site() -> None:
 
 
 @pytest.mark.parametrize(("requeue", "expected"), [(True, ["--requeue"]), (False, ["--no-requeue"]), (None, [])])
-def test_requeue_is_asked_for_refused_or_left_to_the_site(requeue: bool | None, expected: list[str]) -> None:
+def test_requeue_is_enabled_disabled_or_left_to_the_site(requeue: bool | None, expected: list[str]) -> None:
     lines = script(replace(PLAIN, requeue=requeue)).splitlines()
     assert [line.removeprefix("#SBATCH ") for line in lines if "requeue" in line] == expected
 
@@ -122,7 +122,7 @@ def test_requeue_is_asked_for_refused_or_left_to_the_site(requeue: bool | None, 
     ],
     ids=["apptainer", "singularity", "pyxis"],
 )
-def test_a_container_stands_between_the_launcher_and_the_command(job: Job, expected: str) -> None:
+def test_a_container_runs_between_the_launcher_and_the_command(job: Job, expected: str) -> None:
     assert script(job).endswith(f"{LAUNCHERS['pmix']} \\\n    {expected} \\\n    python train.py\n")
 
 
@@ -133,8 +133,8 @@ def stand_in(folder: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_bash_takes_words_as_they_were_given(tmp_path: Path) -> None:
-    """Of variables only Slurm's are replaced: others were replaced by the shell in which the command was typed."""
+def test_bash_keeps_words_unchanged(tmp_path: Path) -> None:
+    """Only Slurm's variables are expanded: the shell of the user has expanded others."""
     words = ("a b", "$HOME", "it's", '"', "\\", "`date`", "*", "run-$SLURM_JOB_ID", '$SLURM_JOB_ID "$HOME" `x` \\')
     stand_in(tmp_path, "srun", 'shift 2; printf "%s\\n" "$@"')
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "HOME": "/home"}
@@ -144,7 +144,7 @@ def test_bash_takes_words_as_they_were_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mpi", LAUNCHERS)
-def test_the_exit_code_is_that_of_the_ranks(tmp_path: Path, mpi: str) -> None:
+def test_the_exit_code_comes_from_the_ranks(tmp_path: Path, mpi: str) -> None:
     stand_in(tmp_path, LAUNCHERS[mpi].split()[0], "exit 7")
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NTASKS": "1"}
     for job in (replace(PLAIN, mpi=mpi), replace(PLAIN, mpi=mpi, signal="USR1@60")):
@@ -164,7 +164,7 @@ def test_the_script_outlives_a_signal_until_the_ranks_have_ended(tmp_path: Path,
     with subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as job:
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
-        if name == "TERM":  # Slurm tells the ranks of this one itself
+        if name == "TERM":  # Slurm itself sends this one to the ranks
             job.send_signal(signal.SIGTERM)
             time.sleep(0.1)
         job.send_signal(signal.SIGUSR1)
@@ -172,8 +172,8 @@ def test_the_script_outlives_a_signal_until_the_ranks_have_ended(tmp_path: Path,
     assert (out, job.returncode) == ("saved\n", 5)
 
 
-def test_a_signal_as_soon_as_the_ranks_are_there(tmp_path: Path) -> None:
-    """The script began to heed signals after it had started the ranks: one between the two ended it."""
+def test_a_signal_right_after_the_start_is_handled(tmp_path: Path) -> None:
+    """The script set its traps after it had started the ranks: a signal in between ended it."""
     stand_in(
         tmp_path, "srun", 'trap "echo saved; exit 5" USR1\nkill -USR1 $PPID\nfor i in {1..100}; do sleep 0.1; done'
     )
@@ -183,7 +183,7 @@ def test_a_signal_as_soon_as_the_ranks_are_there(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("saved\n", 5)
 
 
-def test_software_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
+def test_missing_software_ends_the_job(tmp_path: Path) -> None:
     stand_in(tmp_path, "srun", "touch started")
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     text = script(replace(PLAIN, venv=str(tmp_path / "none")))

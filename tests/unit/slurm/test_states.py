@@ -1,4 +1,4 @@
-"""What Slurm says of jobs is read right; lines are those of Slurm 22.05, shortened."""
+"""States of jobs are parsed from Slurm's output; lines are those of Slurm 22.05, shortened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JobId=3 ArrayJobId=2 ArrayTaskId=0 JobName=a JobState=COMPLETED Reason=None Rest
 """
 
 
-def test_a_job() -> None:
+def test_states_of_a_job_are_parsed() -> None:
     task = JobTask("8", "RUNNING", nodes="h[0-1]", run_time="00:01:16", restarts=1)
     assert from_controller(RUNNING) == [task]
     assert not task.ended
@@ -25,7 +25,7 @@ def test_a_job() -> None:
     assert elapsed([task]) == "00:01:16"
 
 
-def test_an_array_has_tasks_of_its_own() -> None:
+def test_an_array_has_its_own_tasks() -> None:
     waiting, failed, done = from_controller(ARRAY)
     assert [task.id for task in (waiting, failed, done)] == ["2_3-9%2", "2_2", "2_0"]
     assert (waiting.ended, failed.ended, done.ended) == (False, True, True)
@@ -39,9 +39,9 @@ def test_an_array_has_tasks_of_its_own() -> None:
     )
 
 
-def test_the_database() -> None:
-    told = "12|COMPLETED|0:0|h0|00:00:09\n13_1|CANCELLED by 1000|0:15|h[0-1]|1-00:00:09\nwarning: of another kind\n"
-    assert from_database(told) == [
+def test_the_database_output_is_parsed() -> None:
+    output = "12|COMPLETED|0:0|h0|00:00:09\n13_1|CANCELLED by 1000|0:15|h[0-1]|1-00:00:09\nwarning: of another kind\n"
+    assert from_database(output) == [
         JobTask("12", "COMPLETED", nodes="h0", run_time="00:00:09"),
         JobTask("13_1", "CANCELLED", 0, 15, nodes="h[0-1]", run_time="1-00:00:09"),
     ]
@@ -53,7 +53,7 @@ def test_the_database() -> None:
         (JobTask("1", "COMPLETED"), 0),
         (JobTask("1", "FAILED", 5), 5),
         (JobTask("1", "FAILED", 0, 9), 137),
-        (JobTask("1", "TIMEOUT"), 1),  # Slurm says 0:0 of what it has ended itself
+        (JobTask("1", "TIMEOUT"), 1),  # Slurm reports 0:0 for jobs that it has ended itself
         (JobTask("1", "CANCELLED"), 1),
         (JobTask("1", "NODE_FAIL"), 1),
     ],

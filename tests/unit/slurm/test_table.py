@@ -86,6 +86,6 @@ def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, expected: str)
     assert expected in str(caught.value) and "job.toml" in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read .*none\.toml: No such file"):
         table.read(tmp_path / "none.toml")

@@ -1,4 +1,4 @@
-"""What a look puts back, of each kind of object that a model may keep: counters counted several times for one."""
+"""A trial restores each kind of object that a model may hold: counters counted several times for one call."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Colour(Enum):
 
 
 class Answers:
-    """Says something of its own when it is asked for what it has not, or what it is."""
+    """Answers requests for missing attributes, and for its class, with values of its own."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -169,7 +169,7 @@ def mocked() -> Any:
 
 
 class Kind:
-    """An object of some kind; how it is changed, and what is seen of it."""
+    """An object of some kind, a change to it, and its visible state."""
 
     def __init__(
         self, make: Callable[[], Any], change: Callable[[Any], Any], seen: Callable[[Any], Any] = repr
@@ -230,21 +230,23 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_kind_of_object_is_as_before(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("commlib.snapshot.queues.runs_elsewhere", lambda: False)  # where tests run beside
+def test_every_kind_of_object_is_restored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(
+        "commlib.snapshot.queues.runs_elsewhere", lambda: False
+    )  # other threads of the tests do not matter
     kind = KINDS[name]
     value, changed, like = kind.make(), kind.make(), kind.make()
     expected = kind.seen(like)
     with run_trial([[value]], nothing):
         kind.change(value)
     assert kind.seen(value) == expected
-    if "member" not in name and "keys" not in name:  # of which there is one
+    if "member" not in name and "keys" not in name:  # there is only one of these
         kind.change(changed)
         assert kind.seen(changed) != expected
 
 
-def test_what_other_threads_put_into_a_queue_stays() -> None:
-    """What another thread takes and puts while a model is looked at is its own doing."""
+def test_items_from_other_threads_stay_in_a_queue() -> None:
+    """Changes by another thread during a trial stay."""
     one = filled(queue.Queue)
     with run_trial([one], nothing):
         assert one.get() == 3
@@ -258,15 +260,15 @@ class Offset(SyntaxError):
     """Has members of Python's own."""
 
 
-def test_members_of_what_is_no_python_are_left() -> None:
-    """Some are others whenever they are read, and a warning said that they could not be put back."""
+def test_members_of_builtin_types_are_skipped() -> None:
+    """Some differ at every read, and a warning reported that they could not be restored."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with run_trial([Offset("no"), np.dtype(float), sys.float_info], nothing):
             pass
 
 
-def test_queues_that_cannot_be_looked_into_are_left_while_other_threads_run() -> None:
+def test_opaque_queues_are_skipped_while_other_threads_run() -> None:
     one, stop = filled(queue.SimpleQueue), threading.Event()
     thread = threading.Thread(target=lambda: stop.wait())  # a user's code waits
     thread.start()
@@ -294,8 +296,8 @@ def bounded(key: int) -> int:
 
 @pytest.mark.parametrize("function", [once, bounded])
 @pytest.mark.parametrize("before", [(), (1,)])
-def test_what_is_done_once_is_not_done_by_a_look_alone(function: Any, before: Any) -> None:
-    """A cache knew what a look had done, and what it had done was undone: the call itself found nothing."""
+def test_cached_effects_of_a_trial_are_undone(function: Any, before: Any) -> None:
+    """A cache had the trial's entry, but the trial's effects were undone: the call itself found nothing."""
     TABLES.clear()
     function.cache_clear()
     for key in before:
@@ -307,11 +309,11 @@ def test_what_is_done_once_is_not_done_by_a_look_alone(function: Any, before: An
     TABLES.clear()
     function(1)
     function(2)
-    assert TABLES.keys() == ({2} if before and function is once else {1, 2})  # what has a bound forgets more
+    assert TABLES.keys() == ({2} if before and function is once else {1, 2})  # a bounded cache drops more
 
 
-def test_methods_with_caches() -> None:
-    """They are found behind their class."""
+def test_caches_of_methods_are_restored() -> None:
+    """They are reached through their class."""
 
     class Once:
         def __init__(self) -> None:
@@ -347,8 +349,8 @@ ITERATORS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", ITERATORS)
 @pytest.mark.parametrize("begun", [False, True])
-def test_iterators_that_are_used_up(name: str, begun: bool) -> None:
-    """They cannot be put back: a call had what a look had left. One that is kept is warned of, and so are no others."""
+def test_used_iterators_warn(name: str, begun: bool) -> None:
+    """They cannot be restored: a call got a trial's rest. Only an iterator that the model holds gives a warning."""
     one = ITERATORS[name]()
     if begun and name != "of a dict":
         next(one)
@@ -375,8 +377,8 @@ def numbers_of_its_own() -> Any:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_what_cannot_be_put_back_is_warned_of(begun: bool) -> None:
-    """One who keeps a generator cannot know that it is further than after one call."""
+def test_generators_warn(begun: bool) -> None:
+    """The owner of a generator cannot see that it has advanced further than after one call."""
     one = Endless()
     one.draws.__name__ = f"numbers {begun}"
     if begun:
@@ -386,18 +388,18 @@ def test_what_cannot_be_put_back_is_warned_of(begun: bool) -> None:
             next(one.draws)
 
 
-def test_a_seed_that_spawns_is_warned_of() -> None:
+def test_a_seed_that_spawns_warns() -> None:
     seed, names = np.random.SeedSequence(1), variable()
-    with pytest.warns(UserWarning) as told, run_trial([seed, names], nothing):
+    with pytest.warns(UserWarning) as notices, run_trial([seed, names], nothing):
         seed.spawn(1)
         names.set(1)
-    assert [text for one in told for text in ("SeedSequence", "was not set") if text in str(one.message)] == [
+    assert [text for one in notices for text in ("SeedSequence", "was not set") if text in str(one.message)] == [
         "SeedSequence", "was not set",
     ]  # fmt: skip
 
 
-def test_a_model_that_keeps_too_much_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies near is put back; what is behind a whole data set was left, and nobody knew."""
+def test_a_model_that_holds_too_much_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearby objects are restored; objects behind a whole data set were not, without a warning."""
     monkeypatch.setattr("commlib.snapshot.trial_run.MOST", 100)
     near: list[int] = []
     with (
@@ -416,7 +418,7 @@ class Replacing:
         self.__dict__ = {**self.__dict__, "count": self.count + 1}
 
 
-def test_attributes_that_are_replaced_as_a_whole() -> None:
+def test_replaced_attributes_are_restored() -> None:
     one = Replacing()
     own = vars(one)
     with run_trial([one], nothing):
@@ -424,8 +426,8 @@ def test_attributes_that_are_replaced_as_a_whole() -> None:
     assert one.count == 0 and vars(one) is own
 
 
-def test_what_does_not_say_how_it_is_is_left_alone() -> None:
-    """A model that keeps one failed at its first call."""
+def test_objects_without_readable_state_are_skipped() -> None:
+    """A model that holds one failed at its first call."""
     with warnings.catch_warnings(action="error"), run_trial([random.SystemRandom()], nothing):
         pass
 
@@ -439,8 +441,8 @@ class Open:
         self.__class__ = Closed  # type: ignore[assignment]
 
 
-def test_a_class_that_an_object_has_changed_to() -> None:
-    """As in the state pattern: the call itself found the class that a look had left."""
+def test_a_changed_class_is_restored() -> None:
+    """As in the state pattern: the call itself found the class from the trial."""
     one = Open()
     with run_trial([one], nothing):
         one.call()
@@ -452,15 +454,15 @@ class Mute(random.Random):
         raise RuntimeError("not now")
 
 
-def test_what_fails_when_it_is_asked_is_warned_of() -> None:
-    """It was left alone without a word, and drew other numbers afterwards."""
+def test_objects_that_fail_to_report_their_state_warn() -> None:
+    """It was skipped silently, and drew other numbers afterwards."""
     with pytest.warns(UserWarning, match=r"does not restore a Mute: reading its state fails.*not now"):  # noqa: SIM117
         with run_trial([Mute()], nothing):
             pass
 
 
-def test_a_cycle_goes_round_all_of_its_list() -> None:
-    """The list that it keeps was emptied, so that the first elements never came again."""
+def test_a_cycle_repeats_its_whole_list() -> None:
+    """Its list was emptied, so that the first elements never repeated."""
     rounds = itertools.cycle([1, 2, 3])
     assert next(rounds) == 1
     with run_trial([rounds], nothing):

@@ -1,4 +1,4 @@
-"""What a look at a function puts back: what its code can reach by names. It counted several times for one."""
+"""A trial of a function restores all state its code reaches by name. Counters counted several times for one call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Made(metaclass=Meta):
 
 
 class Stats:
-    """A class of which there is no object."""
+    """A class without objects."""
 
     calls = 0
     log: ClassVar[list[int]] = []
@@ -172,7 +172,7 @@ def seen() -> str:
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda one: getattr(one, "__name__", type(one).__name__))
 @pytest.mark.parametrize("single", [False, True], ids=["", "again"])
-def test_what_a_function_changes_is_as_before(function: Callable[[], None], single: bool) -> None:
+def test_changes_of_a_function_are_restored(function: Callable[[], None], single: bool) -> None:
     if single:
         function()
     before = seen()
@@ -190,16 +190,16 @@ def package() -> None:
 a_package, a_module = ModuleType("a_package"), ModuleType("a_package.module")
 
 
-def test_modules_that_a_look_imports_stay_imported() -> None:
-    """Python puts them into their package, and does so once."""
+def test_modules_imported_by_a_trial_stay_imported() -> None:
+    """Python stores them in their package only once."""
     with run_trial([package], nothing):
         package()
     assert a_package.module is a_module
     assert not hasattr(a_package, "number")
 
 
-def test_what_pytest_keeps_is_left_alone(request: pytest.FixtureRequest) -> None:
-    """An assert names what pytest puts there, and so all of its session, which was put back as it was."""
+def test_state_of_pytest_is_not_restored(request: pytest.FixtureRequest) -> None:
+    """An assert refers to pytest's globals, and so to its whole session, which was restored."""
 
     def asserting() -> None:
         assert Stats.calls >= 0

@@ -1,4 +1,4 @@
-"""A look at a user's model: whatever it keeps is as it was before, in place."""
+"""A trial of a user's model: all its state is restored, in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ total = 0
 
 
 class Keeps:
-    """What a model may keep, of every kind."""
+    """State of every kind that a model may hold."""
 
     def __init__(self) -> None:
         self.count, self.list, self.dict, self.set = 0, [1], {"a": [1]}, {1}
@@ -49,7 +49,7 @@ def nothing(_: object) -> ObjectSnapshot | None:
     return None
 
 
-def test_all_is_as_before() -> None:
+def test_all_state_is_restored() -> None:
     """Counters were one too high after a check, caches had an entry more, and random numbers were others."""
     keeps, outer = Keeps(), Keeps()
     outer.inner = functools.partial(lambda kept: kept(), keeps)
@@ -77,7 +77,7 @@ def test_all_is_as_before() -> None:
 
 
 class Table(dict[str, Any]):
-    """Counts what is missing, in an attribute of its own."""
+    """Counts missing keys, in an attribute of its own."""
 
     misses = 0
 
@@ -95,7 +95,7 @@ class Slotted:
 
 
 class Elsewhere:
-    """Keeps what it counts everywhere but in itself."""
+    """Stores its counts everywhere except in itself."""
 
     made = 0
     log: ClassVar[list[int]] = []
@@ -123,8 +123,8 @@ class Elsewhere:
 
     def seen(self) -> str:
         slots = self.slotted.count, self.slotted.list, hasattr(self.slotted, "unset")
-        kept = self.made, self.log, self.table.misses, slots, self.bytes
-        return f"{kept} {vars(named)} {named.__defaults__} {named.__kwdefaults__} {first_named} {_first}"
+        state = self.made, self.log, self.table.misses, slots, self.bytes
+        return f"{state} {vars(named)} {named.__defaults__} {named.__kwdefaults__} {first_named} {_first}"
 
 
 first_named: deque[int] = deque()
@@ -142,8 +142,8 @@ def deeper() -> None:
     first_named.append(2)
 
 
-def test_what_is_counted_elsewhere() -> None:
-    """Attributes of classes, functions and containers, and what functions change that others name, counted twice."""
+def test_counts_stored_elsewhere_are_restored() -> None:
+    """Counts in attributes of classes, functions and containers, and in variables of other functions, were doubled."""
     one = Elsewhere()
     before = one.seen()
     with run_trial([one], nothing):
@@ -154,7 +154,7 @@ def test_what_is_counted_elsewhere() -> None:
     assert one.made == 1 and one.table.misses == 1 and vars(named)["calls"] == 1
 
 
-def test_what_failed_is_put_back_too() -> None:
+def test_a_failed_trial_is_restored() -> None:
     keeps = Keeps()
     before = keeps.seen()
     try:
@@ -175,7 +175,7 @@ def second() -> int:
     return 2
 
 
-def test_functions_that_change_themselves() -> None:
+def test_functions_that_change_themselves_are_restored() -> None:
     """A cell that was empty stayed full, and a function ran other code: outputs were others from the first call on."""
     if random.random() > 1:
         count = 0
@@ -193,20 +193,20 @@ def test_functions_that_change_themselves() -> None:
     assert (counted(), first()) == (1, 1)
 
 
-def test_a_model_that_keeps_a_data_set_and_what_it_is_called_with() -> None:
-    """What lies behind 100,000 objects is left; arguments came last, and a list was empty in the call itself."""
+def test_arguments_of_a_model_with_a_data_set_are_restored() -> None:
+    """Objects behind 100,000 others are skipped; arguments were last, and a list was empty in the call itself."""
     rows = [[row] for row in range(MOST)]
-    keeps, given = [1, rows], [2]
+    keeps, arguments = [1, rows], [2]
     with pytest.warns(UserWarning, match=f"the model keeps more than {MOST} objects"):  # noqa: SIM117
-        with run_trial([keeps], nothing, ([given],)):
-            given.pop()
+        with run_trial([keeps], nothing, ([arguments],)):
+            arguments.pop()
             keeps.pop(0)
             rows[0].pop()
-    assert (keeps[0], given, rows[0]) == (1, [2], [0])
+    assert (keeps[0], arguments, rows[0]) == (1, [2], [0])
 
 
-def test_an_argument_that_keeps_a_data_set_and_the_model() -> None:
-    """Behind the limit of arguments was all that the model keeps, since it had been reached from there."""
+def test_a_model_held_by_an_argument_with_a_data_set_is_restored() -> None:
+    """The model's state was beyond the limit, since it had been reached through the arguments."""
     keeps, shared = Keeps(), {"a": [1]}
     keeps.inner = shared
     given = [[[row] for row in range(MOST)], keeps, shared]
@@ -218,7 +218,7 @@ def test_an_argument_that_keeps_a_data_set_and_the_model() -> None:
 
 
 class Making(OrderedDict[str, Any]):
-    """Makes an object when it is asked for one."""
+    """Creates an object at each lookup."""
 
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name)()
@@ -227,7 +227,7 @@ class Making(OrderedDict[str, Any]):
         raise AssertionError("nobody asks")
 
 
-def test_tables_that_make_objects_keep_what_they_have() -> None:
+def test_tables_that_create_objects_are_not_changed() -> None:
     """They had objects in place of classes, in the whole process."""
     table = Making(a=dict, b=list)
     with run_trial([table], nothing):

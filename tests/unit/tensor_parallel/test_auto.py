@@ -1,4 +1,4 @@
-"""Plans that are found in traces of models like transformers, and why other layers stay whole."""
+"""Plans derived from traces of models like transformers, and the reasons why other layers stay whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.inputs.traces import Written
 WORDS, WIDTH = 40, 16
 
 
-def found(trace, size=2, able=lambda name, style: True):
+def auto_plan(trace, size=2, able=lambda name, style: True):
     result = find_auto_plan(trace, size, able)
     check(trace, result.plan)
     return result
@@ -60,40 +60,40 @@ def both(styles):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_gpt(tied):
-    assert found(language_model(tied)).plan == {**ENDS, **both({**HEADS, **PAIR})}
+def test_a_gpt_is_divided(tied):
+    assert auto_plan(language_model(tied)).plan == {**ENDS, **both({**HEADS, **PAIR})}
 
 
-def test_gated_and_grouped():
+def test_gated_and_grouped_layers_are_divided():
     """Queries and keys are divided by the heads of keys, the fewer."""
     grouped: Plan = {name: replace(style, units=2) for name, style in HEADS.items()}
     trace = language_model(gated=True, kv=2)
-    assert found(trace).plan == {**ENDS, **both({**grouped, **PAIR, "gate": Column()})}
-    reasons = found(trace, 3).reasons
+    assert auto_plan(trace).plan == {**ENDS, **both({**grouped, **PAIR, "gate": Column()})}
+    reasons = auto_plan(trace, 3).reasons
     assert reasons["b0.k"] == "2 heads for 3 ranks"
-    assert found(trace, 3).plan == {**ENDS, **both({**PAIR, "gate": Column()})}
+    assert auto_plan(trace, 3).plan == {**ENDS, **both({**PAIR, "gate": Column()})}
 
 
-def test_fused():
+def test_fused_layers_are_divided():
     heads = {"qkv": Column(parts=3, units=4), "o": Row(units=4)}
-    assert found(language_model(fused=True)).plan == {**ENDS, **both({**heads, **PAIR})}
+    assert auto_plan(language_model(fused=True)).plan == {**ENDS, **both({**heads, **PAIR})}
 
 
-def test_one_head_of_keys():
+def test_one_head_of_keys_stays_whole():
     shared = Replicate(into_sharded=True)
-    assert found(language_model(kv=1)).plan == {**ENDS, **both({**HEADS, "k": shared, "v": shared, **PAIR})}
+    assert auto_plan(language_model(kv=1)).plan == {**ENDS, **both({**HEADS, "k": shared, "v": shared, **PAIR})}
 
 
-def test_dropout_between_a_pair():
-    plan = found(language_model(drop=True)).plan
+def test_dropout_between_a_pair_is_divided():
+    plan = auto_plan(language_model(drop=True)).plan
     assert plan["b1.drop"] == Sequence(2)
-    result = found(language_model(drop=True), able=lambda name, style: not isinstance(style, Sequence))
+    result = auto_plan(language_model(drop=True), able=lambda name, style: not isinstance(style, Sequence))
     assert "b1.up" not in result.plan
     assert "b1.drop cannot be sharded" in result.reasons["b1.up"]
 
 
-def test_what_an_adapter_cannot_divide_stays_whole():
-    result = found(language_model(), able=lambda name, style: not isinstance(style, Vocabulary))
+def test_layers_that_an_adapter_cannot_divide_stay_whole():
+    result = auto_plan(language_model(), able=lambda name, style: not isinstance(style, Vocabulary))
     assert result.plan == both({**HEADS, **PAIR})
     assert "cannot be sharded by words" in result.reasons["head"]
 
@@ -104,7 +104,7 @@ def fused_model(cut):
     return m.trace(m.linear("o", cut(m, m.linear("qkv", x, 3 * WIDTH)), WIDTH))
 
 
-def test_parts_as_a_dimension():
+def test_parts_can_be_a_dimension():
     def first(m, qkv):  # (3, heads, features), as many vision transformers have it
         cut = m.permute(m.reshape(qkv, 2, 5, 3, 4, 4, asked=(2, 5, 3, -1, 4)), 2, 0, 3, 1, 4)
         return m.joined(m.attend(*(m.pick(cut, 0) for _ in range(3))))
@@ -113,11 +113,11 @@ def test_parts_as_a_dimension():
         cut = m.permute(m.reshape(qkv, 2, 5, 4, 12, asked=(2, 5, -1, 12)), 0, 2, 1, 3)
         return m.joined(m.attend(*m.split(cut, 4, 4, 4)))
 
-    assert found(fused_model(first)).plan == {"qkv": Column(parts=3, units=4), "o": Row(units=4)}
-    assert found(fused_model(second)).plan == {"qkv": Column(units=4), "o": Row(units=4)}
+    assert auto_plan(fused_model(first)).plan == {"qkv": Column(parts=3, units=4), "o": Row(units=4)}
+    assert auto_plan(fused_model(second)).plan == {"qkv": Column(units=4), "o": Row(units=4)}
 
 
-def test_numbers_that_fit_the_whole_alone():
+def test_numbers_that_fit_only_the_whole_model_prevent_division():
     """After dividing, a reshape to a fixed number of heads would fail, or mix heads."""
 
     def fixed(m, qkv):
@@ -140,28 +140,28 @@ def test_a_chain_is_divided_in_pairs():
     x = m.given(5, 8)
     for name in "abcde":
         x = m.pointwise(m.linear(name, x, 8), text="relu")
-    plan = found(m.trace(x)).plan
+    plan = auto_plan(m.trace(x)).plan
     assert plan == {"a": Column(), "b": Row(), "c": Column(), "d": Row()}
 
 
-def test_what_the_rules_refuse_stays_whole():
+def test_layers_that_break_a_rule_stay_whole():
     m = Written()
     h = m.softmax(m.linear("up", m.given(5, 8), 16))
-    result = found(m.trace(m.linear("down", h, 8)))
+    result = auto_plan(m.trace(m.linear("down", h, 8)))
     assert not result.plan
     assert "needs a full dimension" in result.reasons["down"]
 
 
-def test_whole_attention_and_other_tables():
+def test_attention_and_tables_can_stay_whole():
     m = Written()
     ids = m.given(2, 5)
     x = m.pointwise(m.table("words", ids, 1000, WIDTH), m.table("kinds", ids, 2, WIDTH))
     x = m.attention("mixer", x, 4)
     trace = m.trace(m.linear("classes", x, 3))
-    result = found(trace)
+    result = auto_plan(trace)
     assert result.plan == {"words": Vocabulary(), "mixer": Column()}
     assert "few" in result.reasons["kinds"]
-    assert found(trace, 5).reasons["mixer"] == "4 heads for 5 ranks"
+    assert auto_plan(trace, 5).reasons["mixer"] == "4 heads for 5 ranks"
 
 
 def test_a_weight_that_is_used_outside_its_layer_stays_whole():
@@ -169,14 +169,14 @@ def test_a_weight_that_is_used_outside_its_layer_stays_whole():
     x = m.table("words", m.given(5), WORDS, WIDTH)
     x = m.linear("down", m.pointwise(m.linear("up", x, 64)), WIDTH)
     trace = m.trace(m.matmul(x, m.permute(m.weight("words", WORDS, WIDTH), 1, 0)))
-    result = found(trace)
+    result = auto_plan(trace)
     assert result.plan == PAIR
     assert "used outside it" in result.reasons["words"]
 
 
-def test_the_table():
+def test_a_plan_prints_a_table():
     trace = language_model(fused=True)
-    result = found(trace)
+    result = auto_plan(trace)
     lines = plan_table(result.plan, result.reasons, trace, 3).splitlines()
     assert lines[0].split() == ["layer", "style", "full", "rank", "0", "of", "3", "why"]
     (qkv,) = (line for line in lines if line.startswith("b0.qkv"))
@@ -215,12 +215,12 @@ def test_a_stack_has_a_row_for_each_layer_of_a_block_and_each_reason_once(refuse
     for layer in ("qkv", "o", "up", "down"):
         assert f"stack.{'[0-11]' if layer in ('up', 'down') else several}.attention_and_feed_forward.{layer}" in text
     assert len(notes.splitlines()) < 12
-    found = [" ".join(note.split()) for note in re.split(r"^\d+  ", notes, flags=re.MULTILINE)[1:]]
-    assert len(found) == len(set(found))
+    notes_ = [" ".join(note.split()) for note in re.split(r"^\d+  ", notes, flags=re.MULTILINE)[1:]]
+    assert len(notes_) == len(set(notes_))
 
 
 def test_a_number_of_heads_is_not_the_number_of_a_layer():
-    """The layer whose number was that of the ranks would have had a row of its own."""
+    """A layer whose number equals the number of ranks would have had a row of its own."""
     layers = [f"h.{number}.attn" for number in range(10)]
     m = Written()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
@@ -236,38 +236,38 @@ def test_a_number_of_heads_is_not_the_number_of_a_layer():
 
 
 def test_angles_of_positions_have_no_gradient():
-    """What came from before a pair was taken for computed of weights, as RoPE's angles are not."""
+    """Values from before a pair were treated as computed from weights, unlike RoPE's angles."""
     m = Written()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     angles = m.pointwise(m.constant(1, 1, 5, 4), text="cos")
     q, k, v = (m.heads(m.linear(name, x, WIDTH), 4) for name in "qkv")
     y = m.attend(m.pointwise(q, angles), m.pointwise(k, angles), v)
     head = m.linear("head", m.linear("o", m.joined(y), WIDTH), WORDS)
-    assert found(m.trace(head)).plan == {**ENDS, **HEADS}
+    assert auto_plan(m.trace(head)).plan == {**ENDS, **HEADS}
 
 
-def test_what_breaks_a_rule_is_left_out_alone():
-    """A weight that two modules shared, of which one was divided, made all of the plan go."""
-    result = found(replace(language_model(), tied=(("places", "b0.up"),)))
+def test_only_the_layer_that_breaks_a_rule_is_left_out():
+    """A weight shared by two modules, one of them divided, discarded the whole plan."""
+    result = auto_plan(replace(language_model(), tied=(("places", "b0.up"),)))
     expected: Plan = {**ENDS, **both({**HEADS, **PAIR})}
     assert result.plan == {name: style for name, style in expected.items() if name not in ("b0.up", "b0.down")}
     assert "tied weights need one style" in result.reasons["b0.down"]
 
 
-def test_tables_and_logits_that_share_a_weight():
+def test_tables_and_logits_may_share_a_weight():
     """Encoder and decoder have the words of one table, which is called by neither."""
     m = Written()
     table = m.table("encoder.words", m.given(2, 5), WORDS, WIDTH)
     shifted = m.pointwise(m.given(2, 5), text="masked_fill")
     y = m.pointwise(table, m.table("decoder.words", shifted, WORDS, WIDTH))
     trace = m.trace(m.linear("head", y, WORDS), tied=[("shared", "encoder.words", "decoder.words", "head")])
-    table_only = found(trace, able=lambda name, style: name == "head" or not getattr(style, "gather", False)).plan
+    table_only = auto_plan(trace, able=lambda name, style: name == "head" or not getattr(style, "gather", False)).plan
     words = ("shared", "encoder.words", "decoder.words")
     assert table_only == {**dict.fromkeys(words, Vocabulary()), "head": Vocabulary(gather=True)}
 
 
 def numbered(values, asked):
-    """Return the trace of a fused attention that asks for the lengths of pieces, and heads, by its own numbers."""
+    """Return the trace of a fused attention that uses its own numbers for the lengths of pieces and for heads."""
     used = NumberUses()
     own = {name: Length.of(value, ("attn", name), used) for name, value in values.items()}
     lengths, heads = asked(own)
@@ -280,19 +280,19 @@ def numbered(values, asked):
 
 
 def test_numbers_of_a_module_become_those_of_a_rank():
-    """GPT-2 splits by a size, Falcon asks for heads: both of the whole."""
+    """GPT-2 splits by a size, Falcon reshapes to heads: both numbers are those of the whole model."""
     trace = numbered({"size": 16, "heads": 4}, lambda own: ((own["size"],), (own["heads"], 4)))
     fused: Plan = {"qkv": Column(3, units=4), "out": Row(units=4)}
-    assert found(trace).plan == {**ENDS, **fused, "attn.size": PerRank(4), "attn.heads": PerRank(4)}
-    table = plan_table(found(trace).plan, found(trace).reasons, trace, 2)
+    assert auto_plan(trace).plan == {**ENDS, **fused, "attn.size": PerRank(4), "attn.heads": PerRank(4)}
+    table = plan_table(auto_plan(trace).plan, auto_plan(trace).reasons, trace, 2)
     (row,) = [line.split(maxsplit=4) for line in table.splitlines() if line.startswith("attn.size")]
     assert row[:4] == ["attn.size", "PerRank(units=4)", "16", "8"] and reason(table, "attn.size") == "qkv -> out"
 
 
 def test_numbers_change_only_where_all_shapes_stay_right():
-    """Of two that make a product, the one is meant that stands nowhere for what is whole."""
+    """Of two factors of a product, the one without a use in a whole dimension changes."""
     trace = numbered({"heads": 4, "width": 4}, lambda own: ((own["heads"] * own["width"],), (-1, own["width"])))
-    assert {name for name in found(trace).plan if name.startswith("attn")} == {"attn.heads"}
+    assert {name for name in auto_plan(trace).plan if name.startswith("attn")} == {"attn.heads"}
 
 
 @pytest.mark.parametrize("use", [lambda n: n**-0.5, float])
@@ -301,17 +301,17 @@ def test_a_number_that_is_more_than_a_length_stays(use):
         use(own["size"])
         return (own["size"],), (-1, 4)
 
-    result = found(numbered({"size": 16}, asked))
+    result = auto_plan(numbered({"size": 16}, asked))
     assert result.plan == ENDS and "pass the number of pieces" in result.reasons["qkv"]
 
 
-def test_a_length_of_what_is_divided_is_no_number():
+def test_a_length_of_a_divided_dimension_is_not_a_number():
     """A model scaled by h.shape[-1] ** -0.5, and a rank has fewer of them."""
     m = Written()
     h = m.linear("up", m.table("words", m.given(2, 5), WORDS, WIDTH), 64)
     head = m.linear("head", m.linear("down", m.pointwise(h, text="mul"), WIDTH), WORDS)
-    assert "up" in found(m.trace(head)).plan
-    result = found(replace(m.trace(head), used={(h, 2): "model.py:3"}))
+    assert "up" in auto_plan(m.trace(head)).plan
+    result = auto_plan(replace(m.trace(head), used={(h, 2): "model.py:3"}))
     assert result.plan == ENDS and "model.py:3: the length of a tensor that is sharded" in result.reasons["up"]
 
 
@@ -328,11 +328,11 @@ def test_a_bias_for_each_head_is_divided_with_them():
         x = m.pointwise(x, m.linear(f"b{at}.o", m.joined(m.matmul(m.softmax(scores), v)), WIDTH))
     trace = replace(m.trace(m.linear("head", x, WORDS)), numbers={"attn.heads": 4})
     expected: Plan = {**ENDS, **both(HEADS), "biases": Column(units=4), "attn.heads": PerRank(4)}
-    assert found(trace).plan == expected
+    assert auto_plan(trace).plan == expected
 
 
-def test_one_head_of_keys_without_a_dimension_of_heads():
-    """Queries of all heads meet the features of keys, which are as wide as one head."""
+def test_one_head_of_keys_may_have_no_dimension_of_heads():
+    """Queries of all heads are multiplied with keys as wide as one head."""
     m = Written()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     q, k, v = m.heads(m.linear("q", x, WIDTH), 4), m.linear("k", x, 4), m.linear("v", x, 4)
@@ -340,12 +340,12 @@ def test_one_head_of_keys_without_a_dimension_of_heads():
     weights = m.softmax(m.matmul(q, m.permute(k, 0, 1, 3, 2)))
     head = m.linear("head", m.linear("o", m.joined(m.matmul(weights, v)), WIDTH), WORDS)
     shared = dict.fromkeys("kv", Replicate(into_sharded=True))
-    assert found(m.trace(head)).plan == {**ENDS, **HEADS, **shared}
+    assert auto_plan(m.trace(head)).plan == {**ENDS, **HEADS, **shared}
 
 
 @pytest.mark.parametrize(("keys", "size"), [(2, 4), (1, 2)])
-def test_fewer_heads_of_keys_than_ranks(keys, size):
-    """Ranks share heads of keys, and repeat them for their own queries, as often as the model is told."""
+def test_heads_of_keys_may_be_fewer_than_ranks(keys, size):
+    """Ranks share heads of keys, and repeat them for their own queries, as often as the model specifies."""
     used = NumberUses()
     groups = 8 // keys
     m = Written()
@@ -374,35 +374,35 @@ def test_fewer_heads_of_keys_than_ranks(keys, size):
 
 
 @pytest.mark.parametrize("kind", ["unknown", "number"])
-def test_what_the_rules_do_not_know_leaves_a_pair_whole(kind):
-    """Others stay divided, and the table says what it is, and where."""
+def test_an_unknown_operation_leaves_a_pair_whole(kind):
+    """Others stay divided, and the table names the operation and its place."""
     m = Written()
     x, strange = m.table("words", m.given(2, 5), WORDS, WIDTH), {"text": "median in a", "place": "model.py:7"}
     for name in ("a", "b"):
         h = m.linear(f"{name}.up", x, 64)
         if name == "a":
-            made = m.step("", kind, [h], [(2, 5, 64)] if kind == "unknown" else [], **strange)
-            h = made[0] if made else h
+            output = m.step("", kind, [h], [(2, 5, 64)] if kind == "unknown" else [], **strange)
+            h = output[0] if output else h
         x = m.linear(f"{name}.down", m.pointwise(h), WIDTH)
-    result = found(m.trace(m.linear("head", x, WORDS)))
+    result = auto_plan(m.trace(m.linear("head", x, WORDS)))
     assert result.plan == {**ENDS, "b.up": Column(), "b.down": Row()}
     assert {result.reasons[f"a.{name}"] for name in ("up", "down")} == {result.reasons["a.up"]}
     assert result.reasons["a.up"].startswith("median in a, model.py:7: ")
 
 
-def test_a_norm_of_each_head_that_is_written_out():
+def test_an_explicit_norm_of_each_head_sums_its_gradient():
     """Qwen3 has one, whose weight is whole, and each rank would have a part of its gradient."""
     m = Written()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     q, k, v = (m.heads(m.linear(name, x, WIDTH), 4) for name in "qkv")
     y = m.attend(m.pointwise(q, m.weight("norm", 4), text="mul"), k, v)
     head = m.linear("head", m.linear("o", m.joined(y), WIDTH), WORDS)
-    assert found(m.trace(head)).plan == {**ENDS, **HEADS, "norm": Sequence(1)}
-    assert found(m.trace(head), able=lambda name, style: name != "norm").plan == ENDS
+    assert auto_plan(m.trace(head)).plan == {**ENDS, **HEADS, "norm": Sequence(1)}
+    assert auto_plan(m.trace(head), able=lambda name, style: name != "norm").plan == ENDS
 
 
 def tuned(order):
-    """An MLP and heads whose layers have a product of two small ones beside them, as LoRA adds."""
+    """An MLP and heads whose layers have additional products of two small ones, as in LoRA."""
 
     def layer(m, x, name, features, rank=2):
         def factors():
@@ -420,19 +420,19 @@ def tuned(order):
 
 
 @pytest.mark.parametrize("order", ["base first", "factors first"])
-def test_low_rank_beside_layers(order):
+def test_low_rank_factors_follow_their_layers(order):
     """Factors of LoRA were divided by its rank, bases not at all, and merging added a part's product to the whole."""
-    result = found(tuned(order))
+    result = auto_plan(tuned(order))
     heads = dict.fromkeys(["q.base", "q.b", "k", "v.base", "v.b"], Column(units=4))
     rows: Plan = {"o.base": Row(units=4), "o.a": Row(units=4), "down.base": Row(), "down.a": Row()}
     assert result.plan == {**heads, **rows, "up.base": Column(), "up.b": Column()}
     assert result.reasons["q.a"] == "of rank 2, added to q.base"
-    whole = found(tuned(order), able=lambda name, style: not name.endswith("base"))
+    whole = auto_plan(tuned(order), able=lambda name, style: not name.endswith("base"))
     assert whole.plan == {}
 
 
-def test_positions_are_no_words():
-    """A table of positions was divided as words where as many features as it has rows came out."""
+def test_a_table_of_positions_is_not_divided_as_words():
+    """A table of positions was divided as words if the output had as many features as the table has rows."""
     m = Written()
     x = m.pointwise(m.table("words", m.given(2, 5), WORDS, WIDTH), m.table("places", m.constant(5), 12, WIDTH))
-    assert found(m.trace(m.linear("projection", x, 12))).plan == {"words": Vocabulary()}
+    assert auto_plan(m.trace(m.linear("projection", x, 12))).plan == {"words": Vocabulary()}

@@ -1,4 +1,4 @@
-"""Equations of einsum layers: which dimensions of a kernel can be divided, and where they are elsewhere."""
+"""Equations of einsum layers: the divisible dimensions of a kernel, and their places in inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from commlib.tensor_parallel.einsum import Einsum, EinsumDim
         ("...x,xy->...y", [("y", 1, -1)], [("x", 0, -1)]),
         ("...xz,xzyw->...yw", [("y", 2, -2), ("w", 3, -1)], [("x", 0, -2), ("z", 1, -1)]),
         ("ax..., xy -> ay...", [("y", 1, 1)], [("x", 0, 1)]),
-        ("abc,ace->abe", [("e", 2, 2)], [("c", 1, 2)]),  # a is in all: neither
+        ("abc,ace->abe", [("e", 2, 2)], [("c", 1, 2)]),  # a is in all terms: neither
         ("abc,c->abc", [], []),
     ],
 )
-def test_places(equation: str, columns: list[tuple[str, int, int]], rows: list[tuple[str, int, int]]) -> None:
-    found = Einsum.of("layer", equation)
-    assert found.columns == tuple(EinsumDim(*one) for one in columns)
-    assert found.rows == tuple(EinsumDim(*one) for one in rows)
+def test_dimensions_have_places(
+    equation: str, columns: list[tuple[str, int, int]], rows: list[tuple[str, int, int]]
+) -> None:
+    parsed = Einsum.of("layer", equation)
+    assert parsed.columns == tuple(EinsumDim(*one) for one in columns)
+    assert parsed.rows == tuple(EinsumDim(*one) for one in rows)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +41,11 @@ def test_places(equation: str, columns: list[tuple[str, int, int]], rows: list[t
         ("ax...,xy->ay...", "y", "y", 0),
     ],
 )
-def test_bias(equation: str, axes: str, letter: str, dim: int | None) -> None:
+def test_a_bias_has_a_divided_dimension(equation: str, axes: str, letter: str, dim: int | None) -> None:
     assert Einsum.of("layer", equation).bias(letter, axes) == dim
 
 
 @pytest.mark.parametrize("equation", ["ab,bc", "ab,bc,cd->ad", "ab,b...->a...", "", "ab->a"])
-def test_what_is_no_equation(equation: str) -> None:
+def test_invalid_equations_are_refused(equation: str) -> None:
     with pytest.raises(UsageError, match="expected an input, a kernel and an output"):
         Einsum.of("layer", equation)

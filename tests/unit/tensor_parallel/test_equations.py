@@ -1,4 +1,4 @@
-"""Equations against numpy: what a dimension of the result is, is shown by computing one part of it at a time."""
+"""Equations against numpy: computing one part at a time shows the meaning of each dimension of the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random(*shape):
 
 
 @given(st.lists(LENGTHS, min_size=0, max_size=3), st.data())
-def test_pointwise(shape, data):
+def test_pointwise_equations_match_numpy(shape, data):
     others = [1 if data.draw(st.booleans()) else length for length in shape[data.draw(st.integers(0, len(shape))) :]]
     equation = equations.pointwise(tuple(shape), tuple(others))
     holds(equation, lambda x, y: x + y, random(*shape), random(*others))
@@ -31,7 +31,7 @@ def test_pointwise(shape, data):
     [((2, 4), (4, 6)), ((2, 4, 6), (2, 6, 4)), ((2, 4, 6), (6, 2)), ((2, 1, 4, 6), (4, 6, 2)), ((4,), (4, 2)),
      ((2, 4), (4,)), ((2, 2, 4), (4,)), ((4,), (2, 4, 6))],
 )  # fmt: skip
-def test_products(left, right):
+def test_products_match_numpy(left, right):
     assert holds(equations.product(left, right), np.matmul, random(*left), random(*right))
     equation = equations.product(left, right)
     assert equation.inputs[0][-1] not in equation.output
@@ -43,7 +43,7 @@ def test_products(left, right):
     [("ij,jk->ik", [(2, 4), (4, 6)]), ("...ij,kj->...ik", [(2, 4, 6), (2, 6)]), ("bij", [(2, 4, 6)]),
      ("ij,kj", [(2, 4), (6, 4)]), ("i...,...j->...ij", [(2, 4), (4, 6)]), ("...,...->...", [(2, 4), (4,)])],
 )  # fmt: skip
-def test_einsum(text, shapes):
+def test_einsum_matches_numpy(text, shapes):
     arrays = [random(*shape) for shape in shapes]
     assert holds(equations.einsum(text, shapes), lambda *given: np.einsum(text, *given), *arrays)
 
@@ -53,7 +53,7 @@ def test_einsum_counts_its_operands():
         equations.einsum("ij,jk->ik", [(2, 4)])
 
 
-def test_reductions_and_what_needs_all():
+def test_reductions_and_normalisations_match_numpy():
     x = random(2, 4, 6)
     assert holds(equations.reduction(x.shape, (1,)), lambda y: y.sum(1), x) == 2
     assert holds(equations.reduction(x.shape, (-1,), keeps_dims=True), lambda y: y.max(-1, keepdims=True), x) == 2
@@ -61,7 +61,7 @@ def test_reductions_and_what_needs_all():
     assert holds(equations.dimwise(x.shape, (-2,)), lambda y: np.cumsum(y, -2), x) == 2
 
 
-def test_views():
+def test_views_match_numpy():
     x = random(2, 4, 6)
     assert holds(equations.selection(3, (2, 0, 1)), lambda y: y.transpose(2, 0, 1), x) == 3
     assert holds(equations.selection(3, (0, -1, 2)), lambda y: y[:, None, 1], x) == 2
@@ -74,7 +74,7 @@ def attended(q, k, v):
     return weights / weights.sum(-1, keepdims=True) @ v
 
 
-def test_attention():
+def test_attention_matches_numpy():
     q, k, v = random(2, 4, 6, 8), random(2, 4, 2, 8), random(2, 4, 2, 6)
     equation = equations.attention(q.shape, k.shape, v.shape)
     assert holds(equation, attended, q, k, v) == 4
@@ -84,7 +84,7 @@ def test_attention():
 
 @given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([(4, 2), (2, 4), (4, 1), (6, 2)]), st.integers(1, 2))
 def test_reshapes_follow_the_divided_dimension(rows, tokens, heads, ranks):
-    """The half of what has heads is what half of the features become."""
+    """Half of the features become half of the heads."""
     count, size = heads
     if count % 2:
         return
@@ -100,7 +100,7 @@ def test_reshapes_follow_the_divided_dimension(rows, tokens, heads, ranks):
     assert (back.name, back.dim) == ("features", 2)
 
 
-def test_reshapes_of_fused_parts():
+def test_fused_parts_can_be_reshaped():
     fused = Placement("features", 2, parts=3)
     assert reshape_placement(fused, (2, 5, 48), (2, 5, 3, 4, 4)) == Placement("features", 3, unit=-1)
     assert reshape_placement(fused, (2, 5, 48), (2, 5, 12, 4)) is None

@@ -1,4 +1,4 @@
-"""Heads of queries beside those of keys and values: in which units ranks divide them."""
+"""Heads of queries with heads of keys and values: the units in which ranks divide them."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ from commlib.tensor_parallel.heads import units_of_queries
         (2, 1, 3, 0),  # a rank would have none
     ],
 )
-def test_units_of_queries(queries: int, keys: int, size: int, units: int) -> None:
+def test_queries_are_divided_in_units(queries: int, keys: int, size: int, units: int) -> None:
     assert units_of_queries(queries, keys, size) == units

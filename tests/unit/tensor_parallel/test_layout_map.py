@@ -13,7 +13,7 @@ from commlib.tensor_parallel.layout_map import divided_dims, is_layout_map, styl
 VARIABLES = [("model/up/kernel", 2), ("model/up/bias", 1), ("model/down/kernel", 2), ("model/words/embeddings", 2)]
 
 
-def test_plans_of_both_kinds() -> None:
+def test_both_kinds_of_plans_give_styles() -> None:
     assert is_layout_map({"up/kernel": (None, "tp")})
     assert not is_layout_map({"up": Column()})
     assert not is_layout_map({})
@@ -21,7 +21,7 @@ def test_plans_of_both_kinds() -> None:
         is_layout_map({"up": Column(), "down/kernel": ("tp", None)})
 
 
-def test_dimensions() -> None:
+def test_dimensions_give_styles() -> None:
     layouts = {"up/kernel": (None, "tp"), "model/up/bias": ("tp",), "(down|words)/": ("tp", None)}
     assert divided_dims(layouts, VARIABLES) == [1, 0, 0, 0]
     assert divided_dims({"kernel": (None, None)}, VARIABLES) == [None] * 4
@@ -39,12 +39,12 @@ def test_dimensions() -> None:
         ({"up/kernel": (None, "tp"), "down/kernel": ("dp", None)}, "name the axes dp, tp"),
     ],
 )
-def test_layouts_that_do_not_fit(layouts: Any, match: str) -> None:
+def test_mismatched_layouts_are_refused(layouts: Any, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         divided_dims(layouts, VARIABLES)
 
 
-def test_styles() -> None:
+def test_styles_match_the_layouts() -> None:
     kernel, bias = ("inputs", "outputs"), ("outputs",)
     assert style_of([("kernel", kernel, 1), ("bias", bias, None)]) == Column()
     assert style_of([("kernel", kernel, 1), ("bias", bias, 0)]) == Column()

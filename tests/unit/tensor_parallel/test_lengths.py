@@ -1,4 +1,4 @@
-"""Numbers that know what they were computed of."""
+"""Numbers that record how they were computed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def used():
     return NumberUses(lambda: "model.py:3")
 
 
-def test_formulas(used):
-    """What a model computes of its numbers of heads is what it would be with those of a rank."""
+def test_formulas_are_evaluated_for_a_rank(used):
+    """Values that a model computes from its numbers of heads are recomputed with the numbers of a rank."""
     heads, width = Length.of(4, ("attn", "heads"), used), Length.of(16, (7, 2), used)
     features = 3 * heads * width
     assert features == 192 and isinstance(features, int)
@@ -32,13 +32,13 @@ def test_formulas(used):
 @pytest.mark.parametrize(
     "use", [math.sqrt, float, lambda n: n**-0.5, lambda n: 1 / n, lambda n: n * 0.5, lambda n: n / 2]
 )
-def test_what_is_used_as_a_number(used, use):
-    """A scale by the number of features is another one where a rank has fewer."""
+def test_uses_as_a_number_are_recorded(used, use):
+    """A scale by the number of features changes on a rank with fewer features."""
     assert use(Length.of(4, ("attn", "size"), used)) == use(4)
     assert used == {("attn", "size"): "model.py:3"}
 
 
 def test_copies_are_plain_numbers(used):
-    """A step with a length in it was sent to other ranks, which a formula cannot be."""
+    """A step with a length was sent to other ranks, but a formula cannot be pickled."""
     length = Length.of(4, ("attn", "heads"), used)
     assert [type(copied) for copied in (pickle.loads(pickle.dumps(length)), copy.deepcopy(length))] == [int, int]

@@ -1,4 +1,4 @@
-"""Plans: which layer a pattern names, and what is told to who writes a wrong one."""
+"""Plans: the layers that a pattern names, and errors for wrong patterns."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ NAMES = ["", "embed", "layers", "layers.0", "layers.0.up", "layers.0.down", "lay
 
 
 def test_patterns_name_layers_in_their_order() -> None:
-    found = resolve({"*.down": Row(), "layers.*.up": Column(), "embed": Vocabulary()}, NAMES)
-    assert found == {
+    resolved = resolve({"*.down": Row(), "layers.*.up": Column(), "embed": Vocabulary()}, NAMES)
+    assert resolved == {
         "embed": Vocabulary(), "layers.0.up": Column(), "layers.0.down": Row(), "layers.1.up": Column(),
         "layers.1.down": Row(),
     }  # fmt: skip
 
 
-def test_a_whole_name_counts_before_a_pattern() -> None:
-    found = resolve({"*.up": Column(), "layers.1.up": Replicate()}, NAMES)
-    assert found == {"layers.0.up": Column(), "layers.1.up": Replicate()}
+def test_a_full_name_wins_over_a_pattern() -> None:
+    resolved = resolve({"*.up": Column(), "layers.1.up": Replicate()}, NAMES)
+    assert resolved == {"layers.0.up": Column(), "layers.1.up": Replicate()}
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_a_whole_name_counts_before_a_pattern() -> None:
         ({"*.up": Column(), "layers.1.*": Row()}, "layers.1.up has several styles: '*.up': Column"),
     ],
 )
-def test_wrong_plans(plan: Any, text: str) -> None:
-    with pytest.raises(UsageError) as told:
+def test_wrong_plans_are_refused(plan: Any, text: str) -> None:
+    with pytest.raises(UsageError) as error:
         resolve(plan, NAMES)
-    assert text in str(told.value)
+    assert text in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -55,22 +55,22 @@ def test_wrong_plans(plan: Any, text: str) -> None:
         ),
     ],
 )
-def test_wrong_styles(make: Any, text: str) -> None:
-    with pytest.raises(UsageError) as told:
+def test_wrong_styles_are_refused(make: Any, text: str) -> None:
+    with pytest.raises(UsageError) as error:
         make()
-    assert text in str(told.value)
+    assert text in str(error.value)
 
 
 def test_parts_may_be_a_list() -> None:
     assert Column(parts=[4, 2, 2]) == Column(parts=(4, 2, 2))  # type: ignore[arg-type]
 
 
-def test_numbers_of_modules():
-    """`PerRank` is for them alone, and nothing else is."""
+def test_plans_can_name_numbers_of_modules():
+    """Only `PerRank` applies to numbers, and it applies to nothing else."""
     layers, numbers = ["h.0.attn", "h.0.attn.qkv"], ["h.0.attn.heads", "h.0.attn.size"]
     plan: Plan = {"*.qkv": Column(), "*.attn.*": PerRank(4)}
-    found = resolve(plan, layers, numbers=numbers)
-    assert found == {"h.0.attn.qkv": Column(), **dict.fromkeys(numbers, PerRank(4))}
+    resolved = resolve(plan, layers, numbers=numbers)
+    assert resolved == {"h.0.attn.qkv": Column(), **dict.fromkeys(numbers, PerRank(4))}
     with pytest.raises(UsageError, match="no number is called 'qkv'"):
         resolve({"qkv": PerRank()}, layers, numbers=numbers)
     with pytest.raises(UsageError, match=r"no layer is called '\*.heads'"):

@@ -1,4 +1,4 @@
-"""Each rule of a plan is broken once, and the message says which one; beside it stands what is accepted."""
+"""Each rule of a plan is broken once, and the error names the rule; accepted plans follow it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PAIR: Plan = {"up": Column(), "down": Row()}
 IN_SEQUENCE: Plan = {"norm": Sequence(1), "up": Column(sequence=1), "down": Row(sequence=1)}
 
 
-def refused(trace, plan, rule, *said, **options):
+def refused(trace, plan, rule, *messages, **options):
     with pytest.raises(PlanError) as caught:
         check(trace, plan, **options)
     assert caught.value.rule == rule, caught.value
     assert RULES[rule] in str(caught.value)
-    for words in said:
+    for words in messages:
         assert words in str(caught.value)
 
 
@@ -40,7 +40,7 @@ def test_a_pair_is_accepted():
 
 
 @pytest.mark.parametrize("plan", [{}, {"up": Column(gather=True)}, {"up": Replicate()}, {"down": Row(split=True)}])
-def test_what_is_whole_is_accepted(plan):
+def test_whole_layers_are_accepted(plan):
     check(mlp(), plan)
 
 
@@ -52,7 +52,7 @@ def test_a_row_without_its_column_is_refused():
     refused(mlp(), {"down": Row()}, "row", "down (Linear)", "split=True")
 
 
-def test_a_row_takes_what_a_caller_has_divided():
+def test_a_row_accepts_input_that_a_caller_has_divided():
     m = Written()
     check(m.trace(m.linear("down", m.given(5, 4), 8), whole=False), {"down": Row()})
 
@@ -61,12 +61,12 @@ def test_two_columns_in_a_row_are_refused():
     refused(mlp(), {"up": Column(), "down": Column()}, "column", "put a Row between up and this")
 
 
-def test_split_of_what_is_divided_is_refused():
+def test_splitting_divided_features_is_refused():
     refused(mlp(), {"up": Column(), "down": Row(split=True)}, "row", "remove split")
 
 
 @pytest.mark.parametrize("name", ["softmax", "norm", "mean"])
-def test_what_needs_all_features_is_refused(name):
+def test_operations_over_divided_features_are_refused(name):
     operations = {
         "softmax": lambda m, h: m.softmax(h),
         "norm": lambda m, h: m.norm("norm", h),
@@ -75,12 +75,12 @@ def test_what_needs_all_features_is_refused(name):
     refused(mlp(operations[name]), PAIR, "partial" if name == "mean" else "needs", "by up")
 
 
-def test_what_needs_another_dimension_is_accepted():
+def test_operations_over_another_dimension_are_accepted():
     check(mlp(lambda m, h: m.softmax(h, 1)), PAIR)
     refused(mlp(lambda m, h: m.pick(h, -1), last=False), {"up": Column()}, "needs", "select")
 
 
-def test_a_mean_of_divided_features_is_no_result():
+def test_a_mean_of_divided_features_is_refused_as_a_result():
     m = Written()
     refused(m.trace(m.mean(m.linear("up", m.given(5, 8), 16), -1)), {"up": Column()}, "partial", "returns")
 
@@ -113,18 +113,18 @@ def test_a_weight_for_each_feature_is_refused():
     refused(mlp(lambda m, h: m.prelu("slope", h)), PAIR, "gradient", "slope (PReLU)", "Sequence(2)")
 
 
-def test_constants_meet_what_is_divided_if_they_have_none_of_that_dimension():
+def test_constants_without_the_divided_dimension_are_accepted():
     check(mlp(lambda m, h: m.pointwise(h, m.constant(5, 1), text="where")), PAIR)
     refused(mlp(lambda m, h: m.pointwise(h, m.constant(16))), PAIR, "match", "a constant")
 
 
-def test_dropout_of_what_is_divided_needs_other_numbers():
+def test_dropout_of_divided_values_needs_different_numbers():
     trace = mlp(lambda m, h: m.dropout("drop", h))
     refused(trace, PAIR, "draws", "drop (Dropout)", "Sequence(2)")
     check(trace, {**PAIR, "drop": Sequence(-1)})
 
 
-def test_dropout_of_what_is_whole_needs_the_same_numbers():
+def test_dropout_of_whole_values_needs_the_same_numbers():
     m = Written()
     h = m.dropout("drop", m.linear("first", m.given(5, 8), 8))
     refused(m.trace(h), {"drop": Sequence(0)}, "same")
@@ -140,7 +140,7 @@ def block(between=None):
     return m.trace(m.linear("head", y, 40))
 
 
-def test_a_region_that_is_divided_along_its_sequence():
+def test_a_region_can_be_divided_along_its_sequence():
     plan: Plan = {"words": Vocabulary(sequence=1), **IN_SEQUENCE, "head": Vocabulary(gather=True, sequence=1)}
     check(block(), plan)
     refused(block(), {**plan, "words": Vocabulary()}, "count", "norm (LayerNorm)", "remove it from the plan")
@@ -163,7 +163,7 @@ def test_a_norm_of_a_part_is_refused():
     refused(m.trace(m.norm("norm", m.given(2, 6, 8))), {"norm": Sequence(-1)}, "needs", "a part of the features")
 
 
-def test_the_output_stays_along_a_sequence_only_if_it_came_so():
+def test_an_output_is_divided_along_a_sequence_only_if_the_input_is():
     m = Written()
     trace = m.trace(m.linear("down", m.linear("up", m.norm("norm", m.given(2, 6, 8)), 16), 8))
     check(trace, IN_SEQUENCE)
@@ -254,14 +254,14 @@ def test_a_divided_weight_is_used_by_its_layer_alone():
     check(trace, {})
 
 
-def test_a_table_is_looked_up_before_what_divides():
+def test_a_table_is_looked_up_before_division():
     m = Written()
     trace = m.trace(m.table("words", m.pointwise(m.linear("up", m.given(5, 8), 4)), 40, 8))
     refused(trace, {"up": Column()}, "gradient", "words (Embedding)")
 
 
 def test_heads_of_a_rank_are_those_of_the_whole():
-    """A model that says how many heads it has makes other heads of the features of a rank."""
+    """A model with a fixed number of heads groups the features of a rank into different heads."""
 
     def of(heads, features):
         m = Written()
@@ -275,17 +275,17 @@ def test_heads_of_a_rank_are_those_of_the_whole():
         assert "fixed number of heads" in f"{doubt}"
 
 
-def test_of_what_is_unknown_nothing_is_claimed():
+def test_unknown_operations_give_a_doubt():
     trace = mlp(lambda m, h: m.softmax(m.unknown(h)))
     checked = check(trace, PAIR)
     assert [state.name for state in checked.states.values()][3:5] == ["unknown", "unknown"]
     check(trace, {"up": Column()})
-    (doubt,) = checked.doubts  # of what follows there is no other one
+    (doubt,) = checked.doubts  # later steps add no other doubt
     assert "its input is sharded along dimension 2 (by up)" in f"{doubt}"
     assert not check(trace, {}).doubts
 
 
-def test_numbers_of_a_part_are_doubted():
+def test_numbers_of_a_part_give_a_doubt():
     m = Written()
     h = m.linear("up", m.given(3, 8), 12)
     m.step("", "number", [m.mean(h, 1)], [], text="item")
@@ -298,15 +298,15 @@ def test_errors_are_usage_errors():
         check(mlp(), {"down": Row()})
 
 
-def test_an_empty_cache_is_joined_with_what_is_divided():
+def test_an_empty_cache_can_be_joined_with_divided_values():
     m = Written()
     keys = m.permute(m.reshape(m.linear("k", m.given(2, 5, 8), 8), 2, 5, 4, 2), 0, 2, 1, 3)
     cached = m.step("", "join", [m.constant(0), keys], [(2, 4, 5, 2)], dim=2)[0]
     assert check(m.trace(cached), {"k": Column()}, divided_output=True).states[cached].dim == 1
 
 
-def test_one_head_on_a_rank():
-    """-1 is the number of heads, be it 1; and what has length 1 there is repeated, not all that there is."""
+def test_a_rank_may_have_one_head():
+    """-1 is the number of heads, even if it is 1; only the dimension of length 1 is repeated."""
     m = Written()
     q = m.heads(m.linear("q", m.given(2, 5, 8), 4), 1)
     turned = m.pointwise(q, m.constant(1, 1, 5, 4), text="mul")
@@ -316,7 +316,7 @@ def test_one_head_on_a_rank():
 
 
 def test_integers_have_no_gradient():
-    """A mask that is computed of what is computed meets what is divided."""
+    """A mask computed from activations is combined with divided values."""
     m = Written()
     x = m.given(2, 5, 8)
     mask = m.pointwise(m.linear("gate", x, 1), text="gt")
@@ -341,12 +341,12 @@ def test_heads_that_ranks_share_serve_as_many_on_each(queries):
         refused(m.trace(), plan, "heads", "k has 2 heads that ranks share, and q 6", size=4)
 
 
-def test_a_row_takes_nothing_that_ranks_share():
+def test_a_row_refuses_shared_heads():
     refused(mlp(), {"up": Column(units=2), "down": Row()}, "heads", "with parts that ranks share", size=4)
 
 
-def test_what_ranks_share_is_counted_and_drawn_for_once():
-    """A penalty would count it as often as there are ranks that have it, and dropout drop other elements on each."""
+def test_shared_values_are_counted_and_drawn_once():
+    """A penalty would count it once per rank that has it, and dropout would drop different elements on each rank."""
     m = Written()
     penalized = m.linear("k", m.given(2, 5, 8), 8)
     m.step("", "penalty", [penalized], [()])
@@ -360,40 +360,40 @@ def test_what_ranks_share_is_counted_and_drawn_for_once():
     check(m.trace(), plan, size=2)
 
 
-def kept(make, **more):
-    """Return the trace of a pair of layers, of which something is kept that `make` makes of the features."""
+def keeping(make, **more):
+    """Return the trace of a pair of layers that keeps a value which `make` computes from the features."""
     m = Written()
     h = m.linear("up", m.given(2, 5, 8), 16)
-    found = make(m, h)
-    return replace(m.trace(m.linear("down", h, 8), kept=[found]), **{name: one(found) for name, one in more.items()})
+    value = make(m, h)
+    return replace(m.trace(m.linear("down", h, 8), kept=[value]), **{name: one(value) for name, one in more.items()})
 
 
 KEPT = {"features": lambda m, h: h, "partial": lambda m, h: m.mean(m.pointwise(h, text="abs"), -1)}
 
 
 @pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
-def test_a_part_that_is_kept_is_refused(make):
-    refused(kept(make), PAIR, "retained", "(by ", "divided_output=True")
-    check(kept(make), PAIR, divided_output=True)
-    check(kept(make), {})
+def test_keeping_a_part_is_refused(make):
+    refused(keeping(make), PAIR, "retained", "(by ", "divided_output=True")
+    check(keeping(make), PAIR, divided_output=True)
+    check(keeping(make), {})
 
 
 @pytest.mark.parametrize("make", [*KEPT.values(), lambda m, h: m.unknown(h)], ids=[*KEPT, "unknown"])
-def test_a_part_without_a_gradient_that_is_kept_is_doubted(make):
-    trace = kept(make, detached=lambda value: frozenset([value]))
+def test_keeping_a_part_without_a_gradient_gives_a_doubt(make):
+    trace = keeping(make, detached=lambda value: frozenset([value]))
     *_, doubt = check(trace, PAIR).doubts
     assert doubt.stays and "each rank keeps a different value" in f"{doubt}"
     assert doubt not in check(trace, PAIR, divided_output=True).doubts
 
 
-def test_divided_logits_and_what_is_whole_may_be_kept():
-    check(kept(lambda m, h: m.linear("down", h, 8)), PAIR)
+def test_divided_logits_and_whole_values_may_be_kept():
+    check(keeping(lambda m, h: m.linear("down", h, 8)), PAIR)
     m = Written()
     x = m.linear("mix", m.given(2, 5, 8), 8)
     check(m.trace(x, kept=[m.linear("words", x, 16)]), {"words": Vocabulary()})
 
 
-def test_what_meets_parts_is_kept_without_its_gradient_alone():
+def test_values_combined_with_parts_are_kept_only_without_gradient():
     m = Written()
     key = m.linear("key", m.given(2, 5, 8), 4)
     trace = m.trace(m.linear("last", m.given(2, 5, 8), 8), kept=[key])

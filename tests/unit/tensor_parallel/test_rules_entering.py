@@ -1,4 +1,4 @@
-"""Arguments that are parts already: what is made of them before a layer that takes parts is held to the rules, too."""
+"""Arguments that are parts already: steps before a layer that takes parts must follow the rules, too."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def checked(before: Before):
     (lambda m, x: m.norm("norm", x), "gradient"),
     (lambda m, x: m.attend(x, x, x), "match"),
 ])  # fmt: skip
-def test_what_needs_a_whole_sequence_is_refused(before: Before, rule: str) -> None:
+def test_operations_over_a_whole_sequence_are_refused(before: Before, rule: str) -> None:
     with pytest.raises(PlanError, match="by the caller") as caught:
         checked(before)
     assert caught.value.rule == rule
 
 
-@pytest.mark.parametrize("before, came", [
+@pytest.mark.parametrize("before, parts", [
     (lambda m, x: x, {0: 1}),
     (lambda m, x: m.softmax(x), {0: 1}),
     (lambda m, x: m.permute(m.softmax(m.permute(x, 1, 0, 2)), 1, 0, 2), {0: 1}),
@@ -44,33 +44,33 @@ def test_what_needs_a_whole_sequence_is_refused(before: Before, rule: str) -> No
     (lambda m, x: m.pointwise(x, m.given(2, 1, 1)), {0: 1}),
     (lambda m, x: m.pointwise(x, m.constant(1, 6)), {0: 1}),
 ])  # fmt: skip
-def test_which_arguments_are_parts(before: Before, came: dict[int, int]) -> None:
-    found = checked(before)
-    assert found.inputs_sharded and found.sequences_sharded and not found.doubts
-    assert dict(found.sharded_dims) == came
+def test_parts_among_the_arguments_are_found(before: Before, parts: dict[int, int]) -> None:
+    result = checked(before)
+    assert result.inputs_sharded and result.sequences_sharded and not result.doubts
+    assert dict(result.sharded_dims) == parts
 
 
-def test_arguments_that_are_another_ones_dimension() -> None:
+def test_an_argument_may_be_divided_along_another_dimension() -> None:
     m = Written()
     x = m.permute(m.given(4, 2, 6), 1, 0, 2)
-    found = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), PLAN, size=2)
-    assert dict(found.sharded_dims) == {0: 0}
+    result = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), PLAN, size=2)
+    assert dict(result.sharded_dims) == {0: 0}
 
 
-def test_features_that_came_in_parts() -> None:
+def test_features_may_arrive_in_parts() -> None:
     def trace(before: Before):
         m = Written()
         return m.trace(m.linear("down", before(m, m.given(2, 4, 6)), 8), whole=False)
 
-    found = check(trace(lambda m, x: m.pointwise(x)), {"down": Row()}, size=2)
-    assert found.inputs_sharded and not found.sequences_sharded and not found.sharded_dims
+    result = check(trace(lambda m, x: m.pointwise(x)), {"down": Row()}, size=2)
+    assert result.inputs_sharded and not result.sequences_sharded and not result.sharded_dims
     with pytest.raises(PlanError, match="by the caller"):
         check(trace(lambda m, x: m.softmax(x)), {"down": Row()}, size=2)
 
 
-def test_words_that_are_whole_stay_so() -> None:
+def test_whole_words_stay_whole() -> None:
     m = Written()
     x = m.table("words", m.given(2, 8), 32, 6)
     plan: Plan = {"words": Vocabulary(sequence=1), **PLAN}
-    found = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), plan, size=2, divided_output=True)
-    assert not found.inputs_sharded and not found.sharded_dims
+    result = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), plan, size=2, divided_output=True)
+    assert not result.inputs_sharded and not result.sharded_dims

@@ -15,11 +15,11 @@ def test_seeds_differ_along_all_axes_but_tp() -> None:
         assert seeds[tuple(place.items())] == seeds[tuple({**place, "tp": 0}.items())]
 
 
-def test_the_first_rank_has_the_seed_itself() -> None:
+def test_the_first_rank_has_the_original_seed() -> None:
     assert seed_at(7, {"dp": 0, "tp": 1}) == 7
 
 
 def test_folded_seeds_differ_and_are_not_negative() -> None:
-    found = {fold(seed, place) for seed in range(100) for place in range(100)}
-    assert len(found) == 10_000
-    assert all(0 <= seed < 2**63 for seed in found)
+    folded = {fold(seed, place) for seed in range(100) for place in range(100)}
+    assert len(folded) == 10_000
+    assert all(0 <= seed < 2**63 for seed in folded)

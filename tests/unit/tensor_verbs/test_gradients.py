@@ -1,4 +1,4 @@
-"""The backward of each ordered verb is the one that the rules name, and every verb of a tensor has one or a reason."""
+"""The backward of each ordered verb follows the rules, and every verb of a tensor has a backward or a reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
-def test_each_verb_with_a_rule_is_a_case_here() -> None:
+def test_each_verb_with_a_rule_is_tested() -> None:
     assert {verb for verb, _ in TRANSPOSED} == CALLS.keys() | REFUSED.keys() | {"recv"}
 
 
@@ -71,8 +71,8 @@ def test_a_backward_runs_the_verb_of_the_rule_with_a_label(verb: str) -> None:
         gradients.check(call)
         answer = call.run("with gradient")
         result, received = answer if verb == "all_to_all_v" else (answer, None)
-        found = gradients.gradient(gradients.record(call, "with gradient", received), Form(), np.ones_like(result))
-        assert found.shape == (4,)
+        gradient = gradients.gradient(gradients.record(call, "with gradient", received), Form(), np.ones_like(result))
+        assert gradient.shape == (4,)
         rule = find_rule(verb, "mean" if verb == "all_reduce" else "sum")
         uneven = {"all_gather": ("all_gather", "all_gather_v")}
         assert seen[-1][0] in uneven.get(rule.verb, (rule.verb,))
@@ -82,7 +82,7 @@ def test_a_backward_runs_the_verb_of_the_rule_with_a_label(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", REFUSED)
-def test_a_verb_without_a_backward_says_why_and_what_to_do(verb: str) -> None:
+def test_a_verb_without_a_backward_names_reason_and_remedy(verb: str) -> None:
     def body(comm: Any) -> None:
         gradients = VerbGradients(BRIDGE, RETURNING.send_recv, lambda call, label: None, WAY_OUT)
         with pytest.raises(UsageError, match=rf"{verb}, rank {comm.rank}: .*(call|only).*{WAY_OUT}"):

@@ -55,7 +55,7 @@ def both(call: Any) -> list[Any]:
     return [call.run(), call.start().wait()]
 
 
-def test_each_verb_gives_what_the_core_gives() -> None:
+def test_each_verb_matches_the_core() -> None:
     def body(comm: Any) -> None:
         rank, size = comm.rank, comm.size
         mine, last = box(rank, 10.0), size - 1
@@ -109,8 +109,8 @@ def test_messages_are_written_or_returned() -> None:
     run(SIZE, body)
 
 
-def test_results_may_have_room_of_their_own() -> None:
-    """TensorFlow adopts memory that begins on a cache line: the verbs write their results into what it gives."""
+def test_results_may_use_supplied_memory() -> None:
+    """TensorFlow adopts memory that begins on a cache line: the verbs write their results into memory it supplies."""
 
     def body(comm: Any) -> None:
         given: list[Any] = []
@@ -127,7 +127,7 @@ def test_results_may_have_room_of_their_own() -> None:
     run(SIZE, body)
 
 
-def test_what_users_call() -> None:
+def test_users_call_functions() -> None:
     def body(comm: Any) -> None:
         mine = box(1.0)
         np.testing.assert_array_equal(all_reduce(mine, ranks=comm).array, [SIZE])
@@ -139,7 +139,7 @@ def test_what_users_call() -> None:
     run(SIZE, body)
 
 
-def test_they_have_names_docstrings_and_signatures() -> None:
+def test_functions_have_names_docstrings_and_signatures() -> None:
     assert all_reduce.__doc__ == inspect.getdoc(OrderedVerbs.all_reduce)
     assert all_reduce_async.__doc__ == "Start `all_reduce`."
     assert [f.__name__ for f in (broadcast_, broadcast_async_)] == ["broadcast_", "broadcast_async_"]
@@ -158,13 +158,13 @@ def test_an_adapter_may_run_calls_elsewhere() -> None:
     verb: Any = VerbMaker(__name__, "Boxed", elsewhere).waiting(ORDERED.all_reduce)
 
     def body(comm: Any) -> None:
-        mine: Any = object()  # nobody reads it
+        mine: Any = object()  # it is never read
         assert verb(mine, "max", ranks=comm) == ("all_reduce", (mine,), (5, "max"))
 
     run(1, body)
 
 
-def test_two_names_of_one_root() -> None:
+def test_a_root_has_two_names() -> None:
     assert (choose_root(None, None), choose_root(2, None), choose_root(None, 3)) == (0, 2, 3)
     with pytest.raises(UsageError, match="two names of one argument"):
         choose_root(0, 0)

@@ -1,4 +1,4 @@
-"""Files that a trace is read from: whole, cut off, empty, foreign, of several kinds."""
+"""Input files of a trace: complete, truncated, empty, foreign, of several kinds."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TORCH_FACTS = {"schemaVersion": 1, "host_name": "here", "baseTimeNanoseconds": 1
 
 
 def timeline(path, rank=0, **options):
-    made = MadeUp(rank, **options)
+    recorded = MadeUp(rank, **options)
     for number in range(1, 6):
-        made.blocking("all_reduce", number, 10 * number, 10 * number + 1)
-    return made.write(path)
+        recorded.blocking("all_reduce", number, 10 * number, 10 * number + 1)
+    return recorded.write(path)
 
 
 def torch_trace(path, *, process=1000, rank=None, cut=None):
@@ -40,7 +40,7 @@ def torch_trace(path, *, process=1000, rank=None, cut=None):
     return str(path)
 
 
-def test_a_file_cut_off_anywhere_gives_what_is_there(tmp_path):
+def test_a_truncated_file_gives_its_complete_events(tmp_path):
     whole = (tmp_path / "t.json", timeline(tmp_path / "t.json"))[0].read_bytes()
     events, _, complete = parse(whole)
     assert complete
@@ -54,22 +54,22 @@ def test_a_file_cut_off_anywhere_gives_what_is_there(tmp_path):
     assert parse(squeezed)[0] == events
 
 
-def test_what_had_not_ended_ends_with_the_file(tmp_path):
-    made = MadeUp(0)
-    made.blocking("barrier", 1, 10, 5000)
-    made.started("all_reduce", 2, 6000, 7000, 8000, waits=(6500, 8000))
-    text = (tmp_path / "t.json", made.write(tmp_path / "t.json", end=False))[0].read_text().splitlines()
+def test_open_operations_end_with_the_file(tmp_path):
+    recorded = MadeUp(0)
+    recorded.blocking("barrier", 1, 10, 5000)
+    recorded.started("all_reduce", 2, 6000, 7000, 8000, waits=(6500, 8000))
+    text = (tmp_path / "t.json", recorded.write(tmp_path / "t.json", end=False))[0].read_text().splitlines()
     (tmp_path / "t.json").write_text("\n".join(text[:-2]))  # without the end of the operation, and of the wait
     (trace,), _ = read_all([str(tmp_path / "t.json")])
-    told = read_activity(trace)
-    first, second = told.operations
-    assert (first.error, second.error) == ("", "unfinished") and second.ended == told.end == made.own(7000)
-    (wait,) = told.of("wait")
-    assert (wait.key, wait.ended) == (("world", 2), told.end)
+    activity = read_activity(trace)
+    first, second = activity.operations
+    assert (first.error, second.error) == ("", "unfinished") and second.ended == activity.end == recorded.own(7000)
+    (wait,) = activity.of("wait")
+    assert (wait.key, wait.ended) == (("world", 2), activity.end)
 
 
 @pytest.mark.parametrize("text", ["", "\n", "[", "[\n"])
-def test_an_empty_file_is_left_out_and_said(tmp_path, text):
+def test_an_empty_file_is_skipped_and_reported(tmp_path, text):
     (tmp_path / "empty.json").write_text(text)
     names = [timeline(tmp_path / "t.json"), str(tmp_path / "empty.json")]
     traces, notes = read_all(names)
@@ -90,7 +90,7 @@ def test_a_foreign_file_is_refused_by_name(tmp_path, data):
         read_all([timeline(tmp_path / "t.json"), str(tmp_path / "foreign.json")])
 
 
-def test_files_that_are_not_there_or_do_not_belong_together(tmp_path):
+def test_missing_and_mismatched_files_are_errors(tmp_path):
     mine, other = timeline(tmp_path / "a.json", 3), timeline(tmp_path / "b.json", 3)
     with pytest.raises(UsageError, match=r"a\.json and .*b\.json are both of rank 3"):
         read_all([mine, other])
@@ -109,7 +109,7 @@ def test_files_that_are_not_there_or_do_not_belong_together(tmp_path):
         read_all([str(tmp_path / "new.json")])
 
 
-def test_a_profile_is_of_its_process_of_whom_it_says_or_of_whom_it_is_said_to_be(tmp_path):
+def test_a_profiles_rank_comes_from_process_contents_or_argument(tmp_path):
     names = [timeline(tmp_path / f"t{rank}.json", rank) for rank in range(2)]
     by_process = torch_trace(tmp_path / "a.json", process=1001)
     by_itself = torch_trace(tmp_path / "b.json", process=7, rank=1)
@@ -130,10 +130,10 @@ def test_a_profile_is_of_its_process_of_whom_it_says_or_of_whom_it_is_said_to_be
 
 
 def varint(value):
-    found = b""
+    encoded = b""
     while value > 127:
-        found, value = found + bytes([value & 127 | 128]), value >> 7
-    return found + bytes([value])
+        encoded, value = encoded + bytes([value & 127 | 128]), value >> 7
+    return encoded + bytes([value])
 
 
 def field(number, value):
@@ -146,7 +146,7 @@ START = 1_700_000_000_000_000_000  # ns since 1970
 
 
 def xplane(events, *, line_start=START, told=0):
-    """Return a profile. line_start: what events count from; told: what another plane says of the start."""
+    """Return a profile. line_start: what events count from; told: the start in another plane."""
     kind = field(1, 7) + field(2, field(1, 7) + field(2, b"MatMul") + field(5, b"more"))
     line = field(1, 3) + field(2, b"main") + field(3, line_start)
     for offset, length in events:
@@ -159,7 +159,7 @@ def xplane(events, *, line_start=START, told=0):
 
 
 @pytest.mark.parametrize("times", [{}, {"line_start": 0, "told": START}, {"told": START}])
-def test_a_profile_of_tensorflow(tmp_path, times):
+def test_a_profile_of_tensorflow_is_read(tmp_path, times):
     data = xplane([(2_000_000, 500_000), (10_000_000_000, 1_000_000)], **times)
     (tmp_path / "vm.xplane.pb").write_bytes(data)
     trace = read(str(tmp_path / "vm.xplane.pb"))

@@ -1,4 +1,4 @@
-"""One trace of all ranks: what viewers see of it, profiles beside timelines, and the command."""
+"""One trace of all ranks: its view in viewers, profiles next to timelines, and the command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def merge(*arguments):
 
 
 def two_ranks(tmp_path):
-    """Rank 1's clock is 3 s ahead; it comes late to a collective of the queue, and to one that blocks."""
+    """Rank 1's clock is 3 s ahead; it is late in a queued collective, and in a blocking one."""
     ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=3000, host="there")]
     ranks[1].clock(0)
     for rank, began in zip(ranks, (10, 15), strict=True):
@@ -36,7 +36,7 @@ def merged(tmp_path, *names, out="all.json"):
     return json.loads(gzip.decompress(data) if out.endswith(".gz") else data)["traceEvents"]
 
 
-def test_a_process_for_each_rank_on_one_clock(tmp_path):
+def test_each_rank_is_a_process_on_one_clock(tmp_path):
     events = merged(tmp_path, *two_ranks(tmp_path)[::-1])
     named = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
     assert named == {0: "rank 0 (here)", 1: "rank 1 (there)"}
@@ -52,7 +52,7 @@ def test_a_process_for_each_rank_on_one_clock(tmp_path):
     assert times == sorted(times) and times[0] == 0
 
 
-def test_arrows_lead_from_the_last_rank_to_who_waited(tmp_path):
+def test_arrows_lead_from_the_last_rank_to_the_waiting_ranks(tmp_path):
     names = two_ranks(tmp_path)
     arrows = [event for event in merged(tmp_path, *names) if event["ph"] in "sf"]
     assert [(event["ph"], event["pid"], event["ts"]) for event in arrows] == [("s", 1, 5000.0), ("f", 0, 5999.0)]
@@ -60,7 +60,7 @@ def test_arrows_lead_from_the_last_rank_to_who_waited(tmp_path):
     assert not [e for e in merged(tmp_path, *names, "--no-arrows") if e["ph"] in "sf"]
 
 
-def test_a_row_says_when_the_program_stood_still(tmp_path):
+def test_a_row_shows_when_the_program_waited(tmp_path):
     events = merged(tmp_path, *two_ranks(tmp_path))
     (row,) = {e["tid"] for e in events if e.get("name") == "thread_name" and e["args"]["name"] == "exposed wait"}
     waits = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in events if e.get("tid") == row and e["ph"] == "X"]
@@ -71,14 +71,14 @@ def test_a_row_says_when_the_program_stood_still(tmp_path):
 
 
 def test_numbers_of_ranks_do_not_mix(tmp_path):
-    """Viewers put events together that overlap and have one number, whatever process they are of."""
+    """Viewers join overlapping events with one number, even from different processes."""
     events = merged(tmp_path, *two_ranks(tmp_path))
     numbers = [{event["id"] for event in events if event["ph"] in "be" and event["pid"] == rank} for rank in range(2)]
     assert numbers[0] and numbers[1] and not numbers[0] & numbers[1]
 
 
-def test_profiles_stand_beside_their_rank_on_its_clock(tmp_path):
-    """The head of a timeline says what the time of day was: PyTorch's events are 10.5 ms later, TensorFlow's 2 us."""
+def test_profiles_are_next_to_their_rank_on_its_clock(tmp_path):
+    """The head of a timeline has the time of day: PyTorch's events are 10.5 ms later, TensorFlow's 2 us."""
     names = two_ranks(tmp_path)
     torch = torch_trace(tmp_path / "torch.json", process=7, rank=1)
     (tmp_path / "tf.xplane.pb").write_bytes(xplane([(2_000_000, 500_000)]))
@@ -94,19 +94,19 @@ def test_profiles_stand_beside_their_rank_on_its_clock(tmp_path):
     assert product["pid"] == by_name["rank 0: TensorFlow"] not in (0, 1, by_name["rank 1: PyTorch"])
 
 
-def test_what_cannot_be_merged_is_refused_in_a_line(tmp_path):
+def test_unmergeable_files_give_an_error_of_one_line(tmp_path):
     names = two_ranks(tmp_path)
-    for arguments, said in (
+    for arguments, message in (
         ([*names, "-o", names[0]], "is one of the input files"),
         ([*names, "-o", tmp_path / "missing" / "x.json"], "cannot write"),
         ([tmp_path / "nothing.json", "-o", tmp_path / "x.json"], "cannot read"),
     ):
         result = merge(*arguments)
-        assert result.exit_code == 2 and said in " ".join(result.output.replace("│", " ").split()), result.output
+        assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split()), result.output
     assert not list(tmp_path.glob(".*")) and not (tmp_path / "x.json").exists()
 
 
-def test_notes_and_how_clocks_were_found_are_said(tmp_path):
+def test_notes_and_the_alignment_of_clocks_are_printed(tmp_path):
     names = two_ranks(tmp_path)
     (tmp_path / "t2.json").write_text("")
     result = merge(*names, tmp_path / "t2.json", "-o", tmp_path / "all.json")

@@ -1,4 +1,4 @@
-"""Who waited for whom, what was hidden, the critical path, advice; and what is printed of them."""
+"""Waits between ranks, hidden time, the critical path, advice; and their output."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def ms(seconds):
     return pytest.approx(seconds / 1e3, abs=1e-6)
 
 
-def path_of(found):
-    return {(part.rank, part.what): part.seconds for part in found.steps.path}
+def path_of(summary):
+    return {(part.rank, part.what): part.seconds for part in summary.steps.path}
 
 
-def test_sets_of_times():
+def test_sets_of_times_can_be_combined():
     assert union([(5, 7), (1, 3), (3, 4), (6, 6), (2, 3), (9, 8)]) == [(1, 4), (5, 7)]
     assert common([(0, 10), (20, 30)], [(5, 22), (29, 40)]) == [(5, 10), (20, 22), (29, 30)]
     assert length([(1, 4), (5, 7)]) == 5 and common([], [(1, 2)]) == []
 
 
 def late_rank():
-    """Rank 2 comes 8 ms late to each of 10 collectives, which take 1 ms then."""
+    """Rank 2 is 8 ms late in each of 10 collectives, which then take 1 ms."""
     ranks = [MadeUp(rank) for rank in range(3)]
     for number in range(1, 11):
         at = 20 * number
@@ -49,52 +49,52 @@ def late_rank():
     return ranks
 
 
-def test_who_waited_for_whom(tmp_path):
-    found = summed(tmp_path, *late_rank())
-    assert [rank.lost for rank in found.ranks] == [ms(80), ms(80), ms(0)]
-    assert [rank.lost_for for rank in found.ranks] == [{2: ms(80)}, {2: ms(80)}, {}]
-    assert [rank.late_count for rank in found.ranks] == [0, 0, 20] and found.ranks[2].caused_wait == ms(160)
-    assert [rank.exposed for rank in found.ranks] == [ms(90), ms(90), ms(10)]
-    assert [rank.moving for rank in found.ranks] == [ms(10)] * 3 and found.ranks[0].hidden == ms(0)
-    assert found.collectives == 10 and found.verbs[0].verb == "all_reduce" and found.verbs[0].calls == 30
-    assert any("rank 2 keeps the others waiting" in text and "100%" in text for text in found.advice)
+def test_waits_between_ranks_are_summed(tmp_path):
+    summary = summed(tmp_path, *late_rank())
+    assert [rank.lost for rank in summary.ranks] == [ms(80), ms(80), ms(0)]
+    assert [rank.lost_for for rank in summary.ranks] == [{2: ms(80)}, {2: ms(80)}, {}]
+    assert [rank.late_count for rank in summary.ranks] == [0, 0, 20] and summary.ranks[2].caused_wait == ms(160)
+    assert [rank.exposed for rank in summary.ranks] == [ms(90), ms(90), ms(10)]
+    assert [rank.moving for rank in summary.ranks] == [ms(10)] * 3 and summary.ranks[0].hidden == ms(0)
+    assert summary.collectives == 10 and summary.verbs[0].verb == "all_reduce" and summary.verbs[0].calls == 30
+    assert any("rank 2 keeps the others waiting" in text and "100%" in text for text in summary.advice)
 
 
 def test_the_critical_path_goes_through_the_late_rank(tmp_path):
-    found = summed(tmp_path, *late_rank())
-    assert (found.steps.marked_by, found.steps.count, found.steps.seconds) == ("user", 10, ms(20))
-    path = path_of(found)
+    summary = summed(tmp_path, *late_rank())
+    assert (summary.steps.marked_by, summary.steps.count, summary.steps.seconds) == ("user", 10, ms(20))
+    path = path_of(summary)
     assert path[2, "computes"] == ms(18) and sum(path.values()) == ms(20)
     assert sum(took for (_, what), took in path.items() if what == "all_reduce") == ms(1)
 
 
-def test_a_rank_that_is_late_by_less_than_ranks_wake_up_apart_kept_nobody_waiting(tmp_path):
+def test_a_rank_late_by_less_than_the_wake_up_spread_is_not_blamed(tmp_path):
     ranks = [MadeUp(0), MadeUp(1)]
     for number in range(1, 11):
         for rank in ranks:
             rank.blocking("barrier", number, 10 * number + 0.015 * rank.rank, 10 * number + 0.02)
-    found = summed(tmp_path, *ranks)
-    assert [(rank.late_count, rank.lost) for rank in found.ranks] == [(0, 0), (0, 0)]
+    summary = summed(tmp_path, *ranks)
+    assert [(rank.late_count, rank.lost) for rank in summary.ranks] == [(0, 0), (0, 0)]
 
 
-def test_what_ran_behind_the_programs_back_is_hidden(tmp_path):
-    """It ran from 10 to 30, and was waited for from 25 to 30; the other rank came at 15, when nobody waited yet."""
+def test_time_behind_the_program_is_hidden(tmp_path):
+    """It ran from 10 to 30, and was waited for from 25 to 30; the other rank arrived at 15, before the wait."""
     ranks = [MadeUp(0), MadeUp(1)]
     ranks[0].started("all_reduce", 1, 10, 10, 30, waits=(25, 30))
     ranks[1].started("all_reduce", 1, 15, 15, 30, waits=(29, 30))
     for rank in ranks:
         rank.step(0)
         rank.step(40)
-    found = summed(tmp_path, *ranks)
-    first = found.ranks[0]
+    summary = summed(tmp_path, *ranks)
+    first = summary.ranks[0]
     assert (first.communication, first.exposed, first.hidden, first.lost) == (ms(20), ms(5), ms(15), ms(0))
-    # Back from 40: who ends last computes, the data moves after rank 1 has come, and that launched at 15.
-    path = path_of(found)
+    # Back from 40: the last rank computes, data moves after rank 1 has arrived, and rank 1 launched at 15.
+    path = path_of(summary)
     assert sum(took for (_, what), took in path.items() if what == "all_reduce") == ms(15)
     assert path[1, "computes"] >= 15e-3 - 1e-6 and sum(path.values()) == ms(40)
 
 
-def test_the_path_goes_through_what_an_operation_queued_behind(tmp_path):
+def test_the_path_follows_the_queue(tmp_path):
     """Two launched at once: the second waits for the turn of the first, which rank 1 launched late."""
     ranks = [MadeUp(0), MadeUp(1)]
     for rank, launched in zip(ranks, (10, 20), strict=True):
@@ -110,15 +110,15 @@ def test_the_path_goes_through_what_an_operation_queued_behind(tmp_path):
     }
 
 
-def test_roots_are_waited_for_and_wait(tmp_path):
+def test_roots_wait_and_are_waited_for(tmp_path):
     ranks = [MadeUp(rank) for rank in range(3)]
     for rank, began in zip(ranks, (10, 4, 20), strict=True):
         rank.blocking("broadcast", 1, began, 21, text="broadcast of 3 x float32, root=0")
         rank.blocking("gather", 2, began + 30, 51, text="gather of 3 x float32, root=1")
         rank.blocking("scan", 3, began + 60, 81, text="scan")
-    found = summed(tmp_path, *ranks)
-    # 1 waits for the root 0 in the broadcast; in the gather the root 1 waits for 2; nobody says who waits in a scan.
-    assert [rank.lost_for for rank in found.ranks] == [{}, {0: ms(6), 2: ms(16)}, {}]
+    summary = summed(tmp_path, *ranks)
+    # 1 waits for the root 0 in the broadcast; in the gather the root 1 waits for 2; the waits in a scan are unknown.
+    assert [rank.lost_for for rank in summary.ranks] == [{}, {0: ms(6), 2: ms(16)}, {}]
 
 
 def test_stages_wait_for_messages(tmp_path):
@@ -128,26 +128,26 @@ def test_stages_wait_for_messages(tmp_path):
     ranks[0].span("pipeline", "0SEND_F0", 30, 31, **facts, kind="SEND_F", stage=0, peer=1)
     ranks[1].span("pipeline", "1RECV_F0", 2, 32, **facts, kind="RECV_F", stage=1, peer=0)
     ranks[1].span("pipeline", "1F0", 32, 40, **facts, kind="F", stage=1, peer=-1)
-    found = summed(tmp_path, *ranks)
-    assert found.ranks[1].lost_for == {0: ms(28)} and found.ranks[0].caused_wait == ms(28)
-    assert any("pipeline stages wait" in text for text in found.advice)
-    assert path_of(found) == {(0, "computes"): ms(30), (1, "message of a pipeline"): ms(2), (1, "computes"): ms(8)}
+    summary = summed(tmp_path, *ranks)
+    assert summary.ranks[1].lost_for == {0: ms(28)} and summary.ranks[0].caused_wait == ms(28)
+    assert any("pipeline stages wait" in text for text in summary.advice)
+    assert path_of(summary) == {(0, "computes"): ms(30), (1, "message of a pipeline"): ms(2), (1, "computes"): ms(8)}
 
 
-def test_experts_and_codecs_are_advised_on(tmp_path):
+def test_experts_and_codecs_get_advice(tmp_path):
     rank = MadeUp(0)
     rank.load("layers.3", 10, 0, 0, 0)
     rank.load("layers.3", 30, 0, 40, 0)
     rank.blocking("all_reduce", 1, 0, 10)
     rank.span("codec", "encode", 1, 8)
-    found = summed(tmp_path, rank)
-    assert found.ranks[0].codec == ms(7) and any("encoding and decoding take 70%" in text for text in found.advice)
-    assert any("the busiest expert of layers.3 gets 2.0 times the mean" in text for text in found.advice)
-    assert any("the file of one rank only: pass the files of all" in note for note in found.notes)
+    summary = summed(tmp_path, rank)
+    assert summary.ranks[0].codec == ms(7) and any("encoding and decoding take 70%" in text for text in summary.advice)
+    assert any("the busiest expert of layers.3 gets 2.0 times the mean" in text for text in summary.advice)
+    assert any("the file of one rank only: pass the files of all" in note for note in summary.notes)
 
 
-def test_every_rule_can_speak():
-    """With figures as bad as they get each rule has its text; with all at 0 none speaks."""
+def test_every_rule_can_give_advice():
+    """With the worst figures each rule has its text; with all figures at 0 there is no advice."""
     names = {name for rule in RULES for name in (rule.measure, rule.gain)}
     for rule in RULES:
         bad: dict[str, Any] = {
@@ -192,34 +192,34 @@ def compiling(*, slow_steps):
 @pytest.mark.parametrize(("slow_steps", "first"), [(1, "step 1 (1.01 s)"), (3, "steps 1 to 3 (3.03 s)")])
 def test_start_up_gets_no_advice_and_is_named(tmp_path, slow_steps, first):
     """A rank that compiled for a second was blamed for keeping the others waiting in all steps."""
-    found = summed(tmp_path, *compiling(slow_steps=slow_steps))
-    assert found.ranks[1].caused_wait > 0.9 * slow_steps  # the table has the whole run
-    assert found.advice == ()
-    assert summary_text(found, None).endswith(f"\n\nThe advice leaves out start-up until the end of {first}.")
+    summary = summed(tmp_path, *compiling(slow_steps=slow_steps))
+    assert summary.ranks[1].caused_wait > 0.9 * slow_steps  # the table has the whole run
+    assert summary.advice == ()
+    assert summary_text(summary, None).endswith(f"\n\nThe advice leaves out start-up until the end of {first}.")
 
 
-def test_without_marks_nothing_is_left_out(tmp_path):
+def test_without_marks_all_time_counts(tmp_path):
     ranks = [MadeUp(0), MadeUp(1)]
     for number in range(1, 4):
         for rank in ranks:
             rank.blocking("barrier", number, 100 * number + 50 * rank.rank, 100 * number + 60)
-    found = summed(tmp_path, *ranks)
-    assert "leaves out" not in summary_text(found, None)
-    assert any("rank 1 keeps the others waiting" in text for text in found.advice)
+    summary = summed(tmp_path, *ranks)
+    assert "leaves out" not in summary_text(summary, None)
+    assert any("rank 1 keeps the others waiting" in text for text in summary.advice)
 
 
-def test_what_follows_the_last_step_is_left_out_and_named(tmp_path):
+def test_time_after_the_last_step_is_excluded_and_named(tmp_path):
     ranks = late_rank()
     for rank in ranks:
         rank.blocking("barrier", 11, 300 + 400 * (rank.rank == 0), 701)
-    found = summed(tmp_path, *ranks)
-    assert (found.left_out.steps, found.left_out.start_up, found.left_out.after) == (1, ms(30), ms(491))
-    assert "end of step 1 (30.0 ms); 491 ms after step 10." in summary_text(found, None)
-    (text,) = found.advice
+    summary = summed(tmp_path, *ranks)
+    assert (summary.left_out.steps, summary.left_out.start_up, summary.left_out.after) == (1, ms(30), ms(491))
+    assert "end of step 1 (30.0 ms); 491 ms after step 10." in summary_text(summary, None)
+    (text,) = summary.advice
     assert "rank 2 keeps" in text and text.endswith("(27% of a step)")
 
 
-def test_what_is_printed(tmp_path):
+def test_the_summary_is_printed(tmp_path):
     names = [rank.write(tmp_path / f"t{rank.rank}.json") for rank in late_rank()]
     text = CliRunner().invoke(app, ["trace", "summary", *names], catch_exceptions=False).output
     assert "rank 0 for rank 2 80.0 ms" in text and "10 steps; step 2 took the median of 20.0 ms" in text
@@ -232,7 +232,7 @@ def test_what_is_printed(tmp_path):
     assert done.exit_code != 0
 
 
-def test_a_run_without_marks_counts_as_one_step_and_says_so(tmp_path):
+def test_a_run_without_marks_counts_as_one_step_with_a_notice(tmp_path):
     rank = MadeUp(0)
     rank.blocking("barrier", 1, 0, 10)
     name = rank.write(tmp_path / "t.json")

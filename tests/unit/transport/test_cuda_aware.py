@@ -1,4 +1,4 @@
-"""What MPI libraries say of memory of GPUs: libraries that gcc builds here, and settings."""
+"""GPU support reported by MPI libraries: libraries that gcc builds here, and settings."""
 
 from __future__ import annotations
 
@@ -43,11 +43,16 @@ FLAG = "#include <stdbool.h>\nbool opal_cuda_support = {};\n"
         (OPEN_MPI, QUERY.format(1) + FLAG.format("false"), False, "opal_cuda_support is off"),
         (MPICH, GPU_QUERY.format(1, 0), True, "MPIX_GPU_query_support returns 1 for CUDA"),
         (MPICH, GPU_QUERY.format(0, 0) + QUERY.format(1), False, "MPIX_GPU_query_support returns 0 for CUDA"),
-        (MPICH, GPU_QUERY.format(1, 16) + QUERY.format(0), False, "MPIX_Query_cuda_support returns 0"),  # it failed
+        (
+            MPICH,
+            GPU_QUERY.format(1, 16) + QUERY.format(0),
+            False,
+            "MPIX_Query_cuda_support returns 0",
+        ),  # the query failed
         (MPICH, "int MPI_Init(void) { return 0; }", None, "it has neither"),
     ],
 )
-def test_functions_are_asked(tmp_path, version, code, says, how):
+def test_query_functions_are_called(tmp_path, version, code, says, how):
     answer = query(built(tmp_path, code), version, {}, lambda: "")
     assert answer.is_supported is says
     assert answer.how.startswith(version.split("\n")[0].split(",")[0][:8]) and how in answer.how
@@ -66,7 +71,7 @@ def test_functions_are_asked(tmp_path, version, code, says, how):
         (INTEL, {"I_MPI_OFFLOAD": "1", "I_MPI_OFFLOAD_MODE": "level_zero"}, "", (False, "is level_zero, not cuda")),
     ],
 )
-def test_settings_decide_where_libraries_go_by_them(tmp_path, version, environment, mapped, expected):
+def test_settings_decide_for_libraries_that_follow_them(tmp_path, version, environment, mapped, expected):
     answer = query(built(tmp_path, QUERY.format(1 - expected[0])), version, environment, lambda: mapped)
     assert answer.is_supported is expected[0] and expected[1] in answer.how
 

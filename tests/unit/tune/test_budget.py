@@ -1,4 +1,4 @@
-"""Measuring keeps to its time: on a clock that only calls move, as slow as they may be."""
+"""Measuring stays within its time: on a clock that only calls advance, however slow they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commlib.tune.stopwatch import Stopwatch
 
 
 class World:
-    """Two ranks as one of them sees it, a clock, and how long what takes: what is called here moves the clock."""
+    """Two ranks seen by one of them, with a clock that calls advance by their duration."""
 
     def __init__(self, seconds_of: Any) -> None:
         self.rank, self.size = 0, 2
@@ -46,7 +46,7 @@ class World:
         self.take(len(program.rounds) * self.slow_down * (1e-6 + regions[0][0].array.nbytes * 1e-9))
 
     def collective(self, x: Any, *_: Any, out: Any = None, algorithm: str = "") -> Any:
-        if algorithm:  # else it is the stopwatch's own
+        if algorithm:  # otherwise it is the stopwatch's own call
             self.take(self._seconds_of(x.nbytes))
         return x
 
@@ -70,9 +70,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(measure, "survey", lambda comm: Cluster((place,), (0, 1), None))
         monkeypatch.setattr(measure, "mpi_library", lambda: "Some MPI")
         monkeypatch.setattr(probe, "ReduceFunction", lambda *_: Combiner(world))
-        told: list[tuple[float, str]] = []
-        table = measure.measure(world, seconds, lambda *what: told.append(what))  # type: ignore[arg-type]
-        return world, table, told
+        progress_: list[tuple[float, str]] = []
+        table = measure.measure(world, seconds, lambda *what: progress_.append(what))  # type: ignore[arg-type]
+        return world, table, progress_
 
     return call
 
@@ -81,53 +81,53 @@ SPEEDS = {
     "fast": lambda nbytes: 1e-6 + nbytes * 1e-10,
     "a slow link": lambda nbytes: 1e-5 + nbytes * 1e-7,  # 80 Mbit/s: 64 MiB take 7 s
     "a machine under load": lambda nbytes: 0.02 + nbytes * 1e-9,
-    "a cliff": lambda nbytes: 1e-6 if nbytes < 1 << 20 else 5.0,  # which no forecast sees
+    "a cliff": lambda nbytes: 1e-6 if nbytes < 1 << 20 else 5.0,  # no forecast predicts it
 }
 
 
 @pytest.mark.parametrize("speed", SPEEDS)
 @pytest.mark.parametrize("seconds", [5.0, 15.0, 60.0])
-def test_the_time_is_kept(run: Any, seconds: float, speed: str) -> None:
-    """15 seconds took 46: the warm-up did not count, and a size that was begun was measured to its end."""
+def test_measuring_stays_within_the_time(run: Any, seconds: float, speed: str) -> None:
+    """15 seconds took 46: the warm-up did not count, and a size that had begun was measured completely."""
     world, table, _ = run(seconds, SPEEDS[speed])
     assert world.now <= seconds + 2 * max(world.spent)  # a measurement is two calls at least
     for entry in table.entries:
-        for up_to in {time.up_to for time in entry.times}:  # no contest is left half way
+        for up_to in {time.up_to for time in entry.times}:  # every comparison is complete
             assert {time.algorithm for time in entry.competitors(up_to)} >= set(algorithms(entry.verb))
 
 
-def test_time_that_is_there_is_used(run: Any) -> None:
+def test_available_time_is_used(run: Any) -> None:
     world, table, _ = run(60.0, SPEEDS["fast"])
     assert {(e.verb, t.up_to // 2) for e in table.entries for t in e.times} == {(v, n) for v in VERBS for n in SIZES}
     assert world.now > 20
 
 
 def test_a_warm_up_longer_than_the_time_leaves_the_smallest_size(run: Any) -> None:
-    """The first call of each compiles: minutes, where nothing is compiled yet."""
+    """The first call of each compiles, which takes minutes without a cache."""
     _, table, _ = run(1.0, lambda nbytes: 3.0)
     assert {time.up_to for entry in table.entries for time in entry.times} == {2 * SIZES[0]}
     assert {entry.verb for entry in table.entries} == set(VERBS)
 
 
-def test_what_is_measured_is_told_before_it_is(run: Any) -> None:
-    _, _, told = run(5.0, SPEEDS["a slow link"])
-    done = [share for share, _ in told]
+def test_measurements_are_announced_before_they_start(run: Any) -> None:
+    _, _, progress_ = run(5.0, SPEEDS["a slow link"])
+    done = [share for share, _ in progress_]
     assert done == sorted(done) and done[-1] == 1.0
-    assert [what for _, what in told[:3]] == ["warming up", "warming up all_reduce", "warming up reduce_scatter"]
+    assert [what for _, what in progress_[:3]] == ["warming up", "warming up all_reduce", "warming up reduce_scatter"]
 
 
 def test_a_slow_link_leaves_time_for_the_algorithms(run: Any) -> None:
-    """Its largest messages took all the time there was, though smaller ones tell as much."""
+    """Its largest messages used the whole time, though smaller ones give the same information."""
     world, table, _ = run(8.0, lambda nbytes: 1e-4)
     assert len({time.up_to for time in table.entries[0].times}) > 1
     world.slow_down, before = 100.0, world.now
     measured = probe.measure_link(world, (0, 1), Stopwatch(world, 10.0), 0.3)
-    assert world.now - before < 3  # of all sizes it is 10
+    assert world.now - before < 3  # all sizes would take 10
     assert measured.alpha == pytest.approx(1e-4, rel=0.01) and measured.beta == pytest.approx(2e-7, rel=0.01)
 
 
-def test_calls_that_become_slower_do_not_take_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call decided how often it was repeated; then another process wanted the core."""
+def test_calls_that_become_slower_stay_within_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call decided the number of repetitions; then another process used the core."""
     world = World(None)
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: world.now))
     calls: list[int] = []

@@ -21,7 +21,7 @@ def test_exact_data_gives_exact_numbers(alpha: float, beta: float) -> None:
     assert link.beta == pytest.approx(beta, rel=1e-4)
 
 
-def test_noise_on_large_messages_does_not_drown_alpha() -> None:
+def test_noise_on_large_messages_does_not_hide_alpha() -> None:
     """Ten percent of 2 MiB's time are 40 alphas: with absolute errors, alpha would be anything."""
     noise = random.Random(1)
     for _ in range(20):
@@ -39,12 +39,12 @@ def test_numbers_are_never_negative() -> None:
     assert flat.alpha == pytest.approx(2e-6) and flat.beta == pytest.approx(0.0)
 
 
-def test_gamma_leaves_the_cost_of_the_call_out() -> None:
+def test_gamma_excludes_the_cost_of_the_call() -> None:
     assert fit_gamma([(n, 3e-6 + 2e-11 * n) for n in SIZES]) == pytest.approx(2e-11)
 
 
 @pytest.mark.parametrize("samples", [[], [(1, 1.0)], [(8, 1.0), (8, 2.0)]])
-def test_one_size_is_no_line(samples: list[tuple[float, float]]) -> None:
+def test_one_size_does_not_give_a_line(samples: list[tuple[float, float]]) -> None:
     with pytest.raises(UsageError, match="two sizes or more"):
         fit_link(samples)
 

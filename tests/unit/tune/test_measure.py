@@ -1,4 +1,4 @@
-"""Measuring, with ranks as threads: the numbers mean nothing, what is measured and agreed on does."""
+"""Measuring, with ranks as threads: the times mean nothing, but all sizes are measured and all ranks agree."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tests.bodies import loopback
 
 
 def places(nodes: list[int]) -> list[list[tuple[int, int, int]]]:
-    """What each rank sees: (nodes, ranks per node, size of its own group or 0)."""
+    """Return the places of each rank: (nodes, ranks per node, size of its own group or 0)."""
 
     def rank_main(comm: Communicator) -> list[tuple[int, int, int]]:
-        found = survey(comm).places
-        return [(p.nodes, p.ranks_per_node, p.group.size if p.group is not None else 0) for p in found]
+        places_ = survey(comm).places
+        return [(p.nodes, p.ranks_per_node, p.group.size if p.group is not None else 0) for p in places_]
 
     return loopback.run(len(nodes), rank_main, nodes=nodes)
 
 
-def test_places_of_one_node() -> None:
+def test_one_node_has_one_place() -> None:
     assert places([0, 0, 0]) == [[(1, 3, 3)]] * 3
 
 
-def test_places_of_single_ranks() -> None:
+def test_single_ranks_have_one_place() -> None:
     assert places([0, 1, 2]) == [[(3, 1, 3)]] * 3
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1]])
-def test_places_of_nodes(nodes: list[int]) -> None:
+def test_nodes_have_places_for_node_rail_and_rails(nodes: list[int]) -> None:
     """The node; the rail of its first rank; and both rails at once."""
     seen = places(nodes)
     for rank, node in enumerate(nodes):
@@ -45,14 +45,14 @@ def test_places_of_nodes(nodes: list[int]) -> None:
         assert seen[rank] == [(1, 2, 2), (2, 1, 2 if is_first else 0), (2, 2, 2)]
 
 
-def test_of_uneven_nodes_the_first_stands_for_the_others() -> None:
+def test_the_first_of_uneven_nodes_represents_the_others() -> None:
     """There are as many rails as the smallest node has ranks."""
     first, second, beyond = [(1, 2, 2), (2, 1, 2), (2, 2, 2)], [(1, 2, 2), (2, 1, 0), (2, 2, 2)], (1, 2, 0)
     others = [[beyond, *first[1:]], [beyond, *second[1:]], [beyond, (2, 1, 0), (2, 2, 0)]]
     assert places([0, 0, 1, 1, 1]) == [first, second, *others]
 
 
-def test_small_data_is_measured_in_one_rail_and_large_data_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_data_is_measured_on_one_rail_and_large_data_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SIZES", (RAIL_BYTES // 4, RAIL_BYTES, RAIL_BYTES * 4))
     monkeypatch.setattr(stopwatch, "MOST_REPETITIONS", 0)
     monkeypatch.setattr(module, "VERBS", ("broadcast",))
@@ -71,7 +71,7 @@ def check(tables: list[Table], expected: set[tuple[int, int]]) -> None:
     for entry in table.entries:
         names = {time.algorithm for time in entry.times}
         assert names >= set(algorithms(entry.verb)), entry
-        assert "nccl" not in names  # what is refused is left out
+        assert "nccl" not in names  # refused algorithms are left out
         assert all(time.seconds > 0 for time in entry.times)
         for up_to in {time.up_to for time in entry.times}:
             assert {time.algorithm for time in entry.competitors(up_to)} == names
@@ -83,21 +83,21 @@ def check(tables: list[Table], expected: set[tuple[int, int]]) -> None:
     [([0, 0], {(1, 2)}), ([0, 1], {(2, 1)}), ([0, 0, 1], {(1, 2), (2, 1)}), ([0, 0, 1, 1], {(1, 2), (2, 1)})],
 )
 def test_a_tiny_budget_gives_a_whole_table(nodes: list[int], expected: set[tuple[int, int]]) -> None:
-    told: list[tuple[float, str]] = []
+    progress_: list[tuple[float, str]] = []
 
     def rank_main(comm: Communicator) -> Table:
-        return measure(comm, 0.01, lambda *what: told.append(what) if comm.rank == 0 else None)
+        return measure(comm, 0.01, lambda *what: progress_.append(what) if comm.rank == 0 else None)
 
     tables = loopback.run(len(nodes), rank_main, nodes=nodes)
     check(tables, expected)
     machine = tables[0].machines[0]
     assert (machine.node is not None, machine.network is not None) == (any(n == 1 for n, _ in expected),
                                                                       any(n > 1 for n, _ in expected))  # fmt: skip
-    assert told[0] == (0.0, "warming up") and told[-1] == (1.0, "done")
-    assert any("all_gather bruck of 1024 bytes" in what for _, what in told)
+    assert progress_[0] == (0.0, "warming up") and progress_[-1] == (1.0, "done")
+    assert any("all_gather bruck of 1024 bytes" in what for _, what in progress_)
 
 
-def test_sizes_are_measured_until_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_measured_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SIZES", (1024, 4096))
     monkeypatch.setattr(stopwatch, "MOST_REPETITIONS", 2)
     table = loopback.run(2, lambda comm: measure(comm, 1000.0))[0]
@@ -109,14 +109,14 @@ def test_sizes_are_measured_until_time_is_up(monkeypatch: pytest.MonkeyPatch) ->
     assert (choice.algorithm, choice.source) == (entry.competitors(4096)[0].algorithm, "table")
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match="one rank sends no messages"):
         loopback.run(1, measure)
     with pytest.raises(UsageError, match="seconds must be positive, got 0"):
         loopback.run(2, lambda comm: measure(comm, 0))
 
 
-def test_the_slowest_rank_counts_and_all_know_it() -> None:
+def test_the_slowest_rank_counts_on_all_ranks() -> None:
     import time
 
     def rank_main(comm: Communicator) -> list[float]:

@@ -16,7 +16,7 @@ from tests.bodies import checks, loopback
 from tests.late import LATE, OnDevice
 from tests.oracles.oracle import REDUCIBLE
 
-CONFIG = Config(timeout=10, device_slot_kib=64, staging_kib=8)  # what is larger goes in pieces
+CONFIG = Config(timeout=10, device_slot_kib=64, staging_kib=8)  # larger arrays go in pieces
 
 # Even and uneven nodes, ranks numbered node by node or in turn, three nodes.
 CLUSTERS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 2, 2])
@@ -45,7 +45,7 @@ ordered = pytest.mark.usefixtures("no_races")
 
 @pytest.fixture(autouse=True)
 def all_rails(monkeypatch):
-    """Let small calls use them, too."""
+    """Let small calls use all rails, too."""
     monkeypatch.setattr(rails, "RAIL_BYTES", 1)
 
 
@@ -68,7 +68,7 @@ def run(nodes, function, devices=(), config=CONFIG):
 @ordered
 @clusters
 @ways
-def test_reductions(nodes, devices, number_of_rails):
+def test_reductions_match_numpy(nodes, devices, number_of_rails):
     def check(comm):
         there = OnDevice(comm)
         for dtype, op in REDUCIBLE[len(nodes) :: 37]:
@@ -83,7 +83,7 @@ def test_reductions(nodes, devices, number_of_rails):
 @ordered
 @clusters
 @ways
-def test_movement(nodes, devices, number_of_rails):
+def test_movement_matches_numpy(nodes, devices, number_of_rails):
     def check(comm):
         there = OnDevice(comm)
         for dtype in DTYPES[:: len(DTYPES) - 1]:
@@ -102,8 +102,8 @@ def test_movement(nodes, devices, number_of_rails):
 @ordered
 @clusters
 @ways
-def test_what_crosses_the_bus_of_the_host(nodes, devices, monkeypatch):
-    """What a node sends leaves it once, and what it needs comes once; nothing where messages take a device's memory."""
+def test_the_host_bus_carries_only_network_data(nodes, devices, monkeypatch):
+    """A node's data leaves it once and arrives once; no copy to the host where messages use device memory."""
     copied = []
     copy = LATE.copy
 
@@ -119,7 +119,7 @@ def test_what_crosses_the_bus_of_the_host(nodes, devices, monkeypatch):
 
     def check(comm):
         one, all_ = (LATE.put(np.ones(n * chunk, np.float32)) for n in (1, size))
-        found = {}
+        crossed = {}
         for verb, x in (("broadcast", one), ("all_gather", one), ("all_to_all", all_), ("reduce_scatter", all_)):
             getattr(comm, verb)(x)
             LATE.synchronise()
@@ -129,23 +129,23 @@ def test_what_crosses_the_bus_of_the_host(nodes, devices, monkeypatch):
             getattr(comm, verb)(x)
             LATE.synchronise()
             comm.barrier()
-            found[verb] = sum(copied) / (4 * chunk)
+            crossed[verb] = sum(copied) / (4 * chunk)
             comm.barrier()
-        return found
+        return crossed
 
-    for found in run(nodes, check, devices):
+    for crossed in run(nodes, check, devices):
         if devices:
-            assert not any(found.values())
+            assert not any(crossed.values())
             continue
-        assert found["broadcast"] == len(of_node)  # out of one node, into each other one
-        assert found["all_gather"] == size + sum(size - n for n in of_node)
-        assert found["all_to_all"] == 2 * elsewhere
-        assert found["reduce_scatter"] == len(of_node) * size + size
+        assert crossed["broadcast"] == len(of_node)  # out of one node, into each other node
+        assert crossed["all_gather"] == size + sum(size - n for n in of_node)
+        assert crossed["all_to_all"] == 2 * elsewhere
+        assert crossed["reduce_scatter"] == len(of_node) * size + size
 
 
 @ordered
-def test_results_are_taken_and_sources_written_at_once():
-    """Calls of two groups in turn, started and waited for in another order, whose arrays become something else."""
+def test_results_may_be_read_and_sources_written_at_once():
+    """Calls of two groups in turn, started and waited for in another order; their arrays are reused at once."""
 
     def check(comm):
         other, size = comm.split(0), comm.size
@@ -172,7 +172,7 @@ def test_results_are_taken_and_sources_written_at_once():
 
 
 @ordered
-def test_in_place():
+def test_verbs_work_in_place():
     def check(comm):
         rank, size, rows = comm.rank, comm.size, 3000
         part = slice(rank * rows, (rank + 1) * rows)
@@ -192,8 +192,8 @@ def test_in_place():
 
 @verbs
 @pytest.mark.parametrize("odd", [(0,), (4,), (1, 3)], ids=["on a rail", "on no rail", "a node"])
-def test_ranks_that_disagree_late(verb, odd, monkeypatch):
-    """Too late to be compared beforehand: all are told, those that send nothing, too, and no stream waits any more."""
+def test_late_mismatches_raise_on_all_ranks(verb, odd, monkeypatch):
+    """Too late for a comparison beforehand: all ranks raise, also those that send nothing, and no stream waits."""
     if len(odd) > 1:
         monkeypatch.setattr(rails, "RAIL_BYTES", 1 << 30)  # one rail: of each node one rank sends
 
@@ -203,11 +203,11 @@ def test_ranks_that_disagree_late(verb, odd, monkeypatch):
             getattr(comm, verb)(x)
         with pytest.raises(MismatchError) as caught:
             getattr(comm, verb)(x[:2000] if comm.rank in odd else x)
-            assert verb == "broadcast" and comm.rank in (0, 2, 4)  # beside the root they have what they need
+            assert verb == "broadcast" and comm.rank in (0, 2, 4)  # ranks next to the root have all their data
             comm.barrier()
         x.numpy()
-        said = str(caught.value)
-        assert any(f"rank {rank}: {verb} of " in said for rank in odd) and "2000" in said and "3000" in said
+        message = str(caught.value)
+        assert any(f"rank {rank}: {verb} of " in message for rank in odd) and "2000" in message and "3000" in message
 
     run([0, 1, 0, 1, 0], check, config=replace(CONFIG, check_first=2))
 
@@ -215,7 +215,7 @@ def test_ranks_that_disagree_late(verb, odd, monkeypatch):
 @verbs
 @pytest.mark.parametrize("odd", [1, 4])
 def test_a_rank_that_fails_is_named(verb, odd):
-    """To the others, whose streams do not wait for it."""
+    """On the other ranks, whose streams do not wait for it."""
 
     def check(comm):
         x = LATE.put(np.ones(3000, np.float32))
@@ -230,7 +230,7 @@ def test_a_rank_that_fails_is_named(verb, odd):
     run([0, 1, 0, 1, 0], check)
 
 
-def test_slots_that_are_too_small_for_so_many_ranks(monkeypatch):
+def test_slots_too_small_for_the_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(DeviceBoard, "part_bytes", lambda board, parts: 32)
 
     def check(comm):

@@ -18,7 +18,7 @@ from tests.bodies import checks, loopback
 from tests.late import LATE, OnDevice
 from tests.oracles.oracle import REDUCIBLE
 
-CONFIG = Config(timeout=10, device_slot_kib=64)  # what is larger goes through the slots in pieces
+CONFIG = Config(timeout=10, device_slot_kib=64)  # larger arrays go through the slots in pieces
 SIZES = ((), (0,), (5, 3), (3000,), (70_001,))
 
 ranks = pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
@@ -36,17 +36,17 @@ ordered = pytest.mark.usefixtures("no_races")
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Return what counts the copies to and from the host since it was asked last."""
-    found = []
+    """Return a function that counts the copies to and from the host since its last call."""
+    counts_ = []
     copy = LATE.copy
 
     def counting(target, source):
         if isinstance(target, np.ndarray) or isinstance(source, np.ndarray):
-            found.append(target.nbytes)
+            counts_.append(target.nbytes)
         copy(target, source)
 
     monkeypatch.setattr(LATE, "copy", counting)
-    return found
+    return counts_
 
 
 def run(size, function, **options):
@@ -71,7 +71,7 @@ def total(size):
 
 @ordered
 @ranks
-def test_reductions(size):
+def test_reductions_match_numpy(size):
     def check(comm):
         there = OnDevice(comm)
         for dtype, op in REDUCIBLE[size::19]:
@@ -85,7 +85,7 @@ def test_reductions(size):
 
 @ordered
 @ranks
-def test_movement(size):
+def test_movement_matches_numpy(size):
     def check(comm):
         there = OnDevice(comm)
         for dtype in DTYPES[::4]:
@@ -101,8 +101,8 @@ def test_movement(size):
 
 @ordered
 @ranks
-def test_scans(size, copies):
-    """Each rank reads what those before it have; in place too, where others still read what is overwritten."""
+def test_scans_match_numpy(size, copies):
+    """Each rank reads the data of lower ranks; also in place, where other ranks still read the overwritten array."""
 
     def check(comm):
         there = OnDevice(comm)
@@ -131,14 +131,14 @@ def test_scans(size, copies):
 @ranks
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_uneven_rows(size, known, symmetric, copies):
-    """Few and many of them, none for some; into memory that is given, and new."""
+def test_uneven_rows_are_exchanged(size, known, symmetric, copies):
+    """Few rows and many, none for some ranks; into a given array, and into a new one."""
 
     def check(comm):
         rank = comm.rank
         for scale in (1, 700):
             counts = np.array([[scale * ((a * b + a) % 4) for b in range(size)] for a in range(size)])
-            rows, came = int(counts[rank].sum()), counts[:, rank]
+            rows, from_ranks = int(counts[rank].sum()), counts[:, rank]
             most = int(counts.sum(axis=1).max()) + 1
             whole = comm.empty((most, 30), "float32", device=LATE) if symmetric else LATE.empty((most, 30))
             mine = [np.arange(counts[r].sum() * 30, dtype=np.float32).reshape(-1, 30) + 1e5 * r for r in range(size)]
@@ -146,14 +146,14 @@ def test_uneven_rows(size, known, symmetric, copies):
             LATE.copy(LATE.wrap(x, "x"), LATE.wrap(LATE.put(mine[rank]), "mine"))
             starts = counts.cumsum(axis=1) - counts
             expected = np.concatenate([mine[r][starts[r, rank] :][: counts[r, rank]] for r in range(size)])
-            takes = came.tolist() if known else None
+            takes = from_ranks.tolist() if known else None
             LATE.synchronise()
             comm.barrier()
             copies.clear()
             comm.barrier()
-            for out in (None, LATE.empty((int(came.sum()), 30))):
+            for out in (None, LATE.empty((int(from_ranks.sum()), 30))):
                 result, received = comm.all_to_all_v(x, counts[rank].tolist(), takes=takes, out=out)
-                assert received.tolist() == came.tolist() and (out is None or result is out)
+                assert received.tolist() == from_ranks.tolist() and (out is None or result is out)
                 comm.barrier()
                 assert not copies
                 comm.barrier()
@@ -164,8 +164,8 @@ def test_uneven_rows(size, known, symmetric, copies):
     run(size, check, config=CONFIG)
 
 
-def test_rows_that_are_not_what_was_said():
-    """Only the rank that expects others is told; the rest have theirs, and the group goes on."""
+def test_a_wrong_row_count_raises_on_its_rank_only():
+    """Only the rank with wrong counts raises; the others get their rows, and the group stays usable."""
 
     def check(comm):
         x = LATE.put(np.full((6, 2), comm.rank, np.float32))
@@ -196,7 +196,7 @@ LAYOUTS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 2, 2])
 @pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
 @pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(map(str, nodes)))
 def test_all_reduce_between_nodes(nodes, devices, copies, reach):
-    """Each share crosses the network once: with messages that take the device's memory nothing goes by the host.
+    """Each share crosses the network once: with messages from device memory nothing goes through the host.
 
     Devices of a node that are out of each other's reach leave that to the host.
     """
@@ -239,7 +239,7 @@ def test_nodes_with_one_rank_go_through_the_host(copies):
 
 
 @ordered
-def test_async_twins():
+def test_async_twins_match():
     run(3, lambda comm: checks.every_verb(OnDevice(checks.Twins(comm))), config=CONFIG)
 
 
@@ -266,8 +266,8 @@ def test_nothing_goes_through_the_host(size, count, symmetric, copies):
 
 @ordered
 @ranks
-def test_symmetric_exchanges(size):
-    """Large ones are read where they lie."""
+def test_symmetric_arrays_are_exchanged(size):
+    """Large ones are read in place."""
     rows = 20_000
 
     def check(comm):
@@ -288,8 +288,8 @@ def test_symmetric_exchanges(size):
 
 @ordered
 @ranks
-def test_arrays_that_do_not_correspond(size):
-    """One rank's is elsewhere: all see that, and the result is right."""
+def test_arrays_at_different_offsets_are_handled(size):
+    """One rank's array is at another offset: all ranks see that, and the result is right."""
 
     def check(comm):
         shared = filled(comm, 50_000, symmetric=True)
@@ -305,8 +305,8 @@ def test_arrays_that_do_not_correspond(size):
 
 
 @ordered
-def test_results_are_read_and_sources_written_at_once():
-    """Whoever goes on at once disturbs nobody: not who still reads, and not who is slower by far."""
+def test_results_may_be_read_and_sources_written_at_once():
+    """A fast rank disturbs neither a rank that still reads nor a rank that is far behind."""
 
     def check(comm):
         ordinary, shared = filled(comm, 40_000, symmetric=False), filled(comm, 40_000, symmetric=True)
@@ -322,12 +322,12 @@ def test_results_are_read_and_sources_written_at_once():
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_a_missing_meeting_is_seen(symmetric, monkeypatch):
-    meet, meetings = DeviceBoard.barrier, []
+def test_a_missing_barrier_is_detected(symmetric, monkeypatch):
+    meet_all, meetings = DeviceBoard.barrier, []
 
     def check(comm):
         x, right = filled(comm, 40_000, symmetric), True
-        comm.all_reduce(x)  # makes the board
+        comm.all_reduce(x)  # creates the board
         for step in range(5):
             if comm.rank:
                 LATE.kernels.fill(LATE.wrap(filled(comm, 40_000, False), "slower"), 0)
@@ -338,7 +338,7 @@ def test_a_missing_meeting_is_seen(symmetric, monkeypatch):
 
     def only_the_first(board):
         if board not in meetings:
-            meet(board)
+            meet_all(board)
         meetings.append(board)
 
     races = LATE.races
@@ -347,16 +347,16 @@ def test_a_missing_meeting_is_seen(symmetric, monkeypatch):
     assert not all(run(2, check, config=CONFIG)) or LATE.races > races
 
 
-def test_one_rank_whose_device_cannot(monkeypatch, caplog):
-    """All ranks go through the host then, and one of them says so, once."""
+def test_one_rank_without_peer_access_sends_all_through_the_host(monkeypatch, caplog):
+    """All ranks go through the host then, and one of them logs it, once."""
     signals = LATE.signals
-    made = []
+    boards = []
 
-    def refused_once(memory, tell, hear):
-        made.append(memory)
-        if len(made) == 1:
+    def refused_once(memory, send_text, receive_text):
+        boards.append(memory)
+        if len(boards) == 1:
             raise TransportError("no such thing here")
-        return signals(memory, tell, hear)
+        return signals(memory, send_text, receive_text)
 
     monkeypatch.setattr(LATE, "signals", refused_once)
 
@@ -364,20 +364,20 @@ def test_one_rank_whose_device_cannot(monkeypatch, caplog):
         checks.every_verb(OnDevice(comm))
 
     run(3, check, config=CONFIG)
-    assert len(made) == 3
-    said = [record for record in caplog.records if "go through the host" in record.message]
-    assert len(said) == 1 and "no such thing here" in said[0].message
+    assert len(boards) == 3
+    notices = [record for record in caplog.records if "go through the host" in record.message]
+    assert len(notices) == 1 and "no such thing here" in notices[0].message
 
 
-def test_streams_that_never_meet(monkeypatch, caplog):
-    """They are tried when the board is made."""
+def test_streams_that_block_each_other_are_detected(monkeypatch, caplog):
+    """Streams are tried when the board is created."""
     monkeypatch.setattr("commlib.node.device_board.FIRST_BARRIER_TIMEOUT", 0.3)
     monkeypatch.setattr("tests.late.signals.tell", lambda words, number: None)
     run(2, lambda comm: checks.all_reduce(OnDevice(comm), "float32", (100,), "sum"), config=CONFIG)
     assert "its stream did not reach the others" in caplog.text
 
 
-def test_it_can_be_switched_off(copies):
+def test_device_paths_can_be_switched_off(copies):
     def check(comm):
         comm.all_reduce(filled(comm, 1000, symmetric=False))
 
@@ -385,7 +385,7 @@ def test_it_can_be_switched_off(copies):
     assert copies
 
 
-def test_other_calls_are_told_before_anything_is_queued():
+def test_mismatches_raise_before_anything_is_queued():
     def check(comm):
         x = filled(comm, 1000, symmetric=False)
         comm.all_reduce(x)
@@ -403,21 +403,21 @@ def test_a_group_that_is_dropped_is_freed(peers, symmetric):
         part = comm.split(0)
         part.all_reduce(filled(part, 100_000, symmetric)).numpy()
         part.all_reduce_async(filled(part, 10, symmetric)).wait().numpy()
-        found = weakref.ref(part.group)
+        group = weakref.ref(part.group)
         comm.barrier()
         del part
         deadline = time.monotonic() + 5  # another thread may still be on its way out of it
-        while found() is not None and time.monotonic() < deadline:
+        while group() is not None and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
-        return found() is None
+        return group() is None
 
     assert run(2, check, config=replace(CONFIG, device_peers=peers)) == [True, True]
 
 
 @pytest.mark.parametrize("end", ["close", "leave"])
-def test_a_rank_that_never_comes_holds_up_nobody_for_ever(end, monkeypatch, caplog):
-    """Where hosts do not meet before, a stream waits; it is let go when the group is closed, or left."""
+def test_a_missing_rank_does_not_block_streams_for_ever(end, monkeypatch, caplog):
+    """Without a synchronisation of hosts a stream waits; closing or leaving the group releases it."""
     monkeypatch.setattr("commlib.collectives.device.staging_queue.LAST", 0.3)
 
     def check(comm):
@@ -435,7 +435,7 @@ def test_a_rank_that_never_comes_holds_up_nobody_for_ever(end, monkeypatch, capl
     assert "late has queued work left after 0.3 s" in caplog.text
 
 
-def test_a_rank_that_fails_lets_the_others_go():
+def test_a_failed_rank_releases_the_others():
     def check(comm):
         x = filled(comm, 1000, symmetric=False)
         comm.all_reduce(x)

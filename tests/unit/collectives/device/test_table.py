@@ -1,4 +1,4 @@
-"""Which way the data of devices' arrays goes: by a table's order, by what was measured, or as it is asked for."""
+"""The path of device arrays: by the order of a table, by measured times, or by name."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def reach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that were copied from and to the host."""
-    found: list[int] = []
+    """The sizes of copies from and to the host, in bytes."""
+    copied: list[int] = []
     copy = LATE.copy
 
     def counting(target: Any, source: Any) -> None:
         if isinstance(target, np.ndarray) or isinstance(source, np.ndarray):
-            found.append(target.nbytes)
+            copied.append(target.nbytes)
         copy(target, source)
 
     monkeypatch.setattr(LATE, "copy", counting)
-    return found
+    return copied
 
 
 def run(size: int, function: Callable[[Communicator], Any], **options: Any) -> list[Any]:
@@ -63,7 +63,7 @@ def time(name: str, seconds: float, up_to: int = 1 << 20) -> MeasuredTime:
 
 
 def summed(comm: Communicator, count: int = COUNT, **options: Any) -> None:
-    """Add up ones; the result is right whichever way it came."""
+    """Add up ones; the result is right by every path."""
     x = LATE.empty((count,))
     LATE.kernels.fill(LATE.wrap(x, "x"), 1)
     got = comm.all_reduce(x, **options)
@@ -75,12 +75,12 @@ def summed(comm: Communicator, count: int = COUNT, **options: Any) -> None:
     [
         (["a", "b", "c"], [], [0, 1, 2]),
         (["a", "b", "c"], ["c", "b", "a"], [2, 1, 0]),
-        (["a", "b", "c"], ["c", "a"], [2, 1, 0]),  # b stays: nobody knows
+        (["a", "b", "c"], ["c", "a"], [2, 1, 0]),  # b stays: it has no time
         (["a", "b", "a", "c"], ["c", "b", "a"], [3, 1, 0, 2]),  # two of one name
         (["a", "b"], ["x", "b", "y", "a"], [1, 0]),
     ],
 )
-def test_those_that_were_timed_change_places(names: list[str], times: list[str], order: list[int]) -> None:
+def test_timed_paths_are_reordered(names: list[str], times: list[str], order: list[int]) -> None:
     assert order_by_times(names, times) == order
 
 
@@ -88,14 +88,14 @@ def test_those_that_were_timed_change_places(names: list[str], times: list[str],
     ("is_reached", "config", "devices", "nodes", "expected"),
     [
         (True, CONFIG, (), None, ("node", "host")),
-        (False, CONFIG, (), None, ("node", "host")),  # by memory of the host
+        (False, CONFIG, (), None, ("node", "host")),  # through host memory
         (True, CONFIG, ("late",), None, ("node", "messages", "host")),
         (True, Config(timeout=10, device_peers=False), (), None, ("host",)),
         (True, CONFIG, (), [0, 0, 1, 1], ("hierarchical", "host")),
         (True, CONFIG, ("late",), [0, 1], ("messages", "host")),
     ],
 )
-def test_the_ways_that_are_there(
+def test_available_paths_are_listed(
     monkeypatch: pytest.MonkeyPatch,
     is_reached: bool,
     config: Config,
@@ -105,12 +105,12 @@ def test_the_ways_that_are_there(
 ) -> None:
     monkeypatch.setattr(LATE, "has_reach", is_reached)
     size = 2 if nodes is None else len(nodes)
-    found = run(size, lambda comm: comm.ways(LATE), config=config, devices=devices, nodes=nodes)
-    assert found == [expected] * size
+    paths = run(size, lambda comm: comm.ways(LATE), config=config, devices=devices, nodes=nodes)
+    assert paths == [expected] * size
 
 
 class StandIn:
-    """A way in the place of NCCL's, which is there, and leaves a note."""
+    """An available stand-in for the NCCL path, which records its calls."""
 
     name, refusal, is_open, only_queues = "nccl", "", True, False
 
@@ -126,12 +126,12 @@ class StandIn:
     def run(self, verb: Any, call: Any) -> Any:
         def run(x: Any, target: Any, on_wait: Any) -> None:
             LATE.kernels.fill(target, self._size)
-            taken.append(verb.name)
+            used_calls.append(verb.name)
 
         return run
 
 
-taken: list[str] = []
+used_calls: list[str] = []
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ taken: list[str] = []
     ],
     ids=["a node", "nodes of several", "nodes of one", "measured"],
 )
-def test_between_nodes_nccl_comes_first_until_something_is_measured(
+def test_nccl_comes_first_between_nodes_without_measurements(
     monkeypatch: pytest.MonkeyPatch, nodes: Any, timed: bool, by_nccl: bool
 ) -> None:
-    """The ways on rails were preferred to it, which had never run on several GPUs."""
+    """Paths on rails were preferred to NCCL, though they had never run on several GPUs."""
     monkeypatch.setattr("commlib.collectives.device.table.Nccl", StandIn)
-    taken.clear()
+    used_calls.clear()
 
     def rank(comm: Communicator) -> None:
         if timed:
@@ -158,32 +158,32 @@ def test_between_nodes_nccl_comes_first_until_something_is_measured(
 
     size = 2 if nodes is None else len(nodes)
     run(size, rank, nodes=nodes)
-    assert taken == ["all_reduce"] * size * by_nccl
+    assert used_calls == ["all_reduce"] * size * by_nccl
 
 
-def test_what_was_measured_decides(copies: list[int]) -> None:
-    """Small arrays by the host, large ones between the devices, and what is larger still as where nothing is known."""
+def test_measured_times_decide(copies: list[int]) -> None:
+    """Small arrays go through the host, large ones between devices, and still larger ones by the default order."""
     small, large = 1 << 12, 1 << 16
 
     def rank(comm: Communicator) -> list[int]:
         comm.runtime.chooser = chooser(
             time("host", 1e-6, small), time("node", 2e-6, small), time("node", 1e-6, large), time("host", 2e-6, large)
         )
-        found = []
+        results = []
         for nbytes in (small, large, 4 * large):
             comm.barrier()
             before = len(copies)
             summed(comm, nbytes // 4)
             comm.barrier()
-            found.append(len(copies) - before)
-        return found
+            results.append(len(copies) - before)
+        return results
 
     for of_small, of_large, beyond in run(2, rank):
         assert of_small > 0
         assert of_large == beyond == 0
 
 
-def test_a_call_that_names_its_way_goes_there(copies: list[int]) -> None:
+def test_a_call_can_name_its_path(copies: list[int]) -> None:
     def rank(comm: Communicator) -> tuple[int, int]:
         comm.runtime.chooser = chooser(time("host", 1e-6), time("node", 2e-6))
         summed(comm, algorithm="node")
@@ -198,8 +198,8 @@ def test_a_call_that_names_its_way_goes_there(copies: list[int]) -> None:
         assert between == 0 < by_host
 
 
-def test_the_fastest_algorithm_of_messages_is_taken(copies: list[int]) -> None:
-    """A native one that cannot do this call is passed over: MPI is not there."""
+def test_the_fastest_message_algorithm_is_used(copies: list[int]) -> None:
+    """A native algorithm that cannot do this call is skipped: there is no MPI."""
 
     def rank(comm: Communicator) -> None:
         comm.runtime.chooser = chooser(time("native", 1e-7), time("ring", 1e-6), time("node", 2e-6), time("host", 1))
@@ -218,8 +218,8 @@ def test_the_fastest_algorithm_of_messages_is_taken(copies: list[int]) -> None:
     assert not copies
 
 
-def test_what_was_measured_and_is_not_there_is_passed_over(copies: list[int]) -> None:
-    """A table is of a cluster; this job has no GPU each, and MPI takes none of their memory."""
+def test_measured_paths_that_are_unavailable_are_skipped(copies: list[int]) -> None:
+    """A table is for a cluster; this job has no GPU per rank, and MPI does not accept GPU memory."""
 
     def rank(comm: Communicator) -> None:
         comm.runtime.chooser = chooser(time("ring", 1e-7), time("nccl", 1e-6), time("node", 2e-6), time("host", 1))
@@ -229,7 +229,7 @@ def test_what_was_measured_and_is_not_there_is_passed_over(copies: list[int]) ->
     assert not copies
 
 
-def test_a_way_that_is_not_there_is_refused_by_name() -> None:
+def test_an_unavailable_path_is_refused_by_name() -> None:
     def rank(comm: Communicator) -> None:
         for name, why in (
             ("messages", "all_reduce: algorithm 'messages': late: MPI does not accept memory of this device"),
@@ -242,12 +242,12 @@ def test_a_way_that_is_not_there_is_refused_by_name() -> None:
             comm.all_reduce(np.ones(3, np.float32), algorithm="host")
         with pytest.raises(UsageError, match="needs a device of kind 'lte', but this rank has none"):
             comm.ways("lte")
-        summed(comm)  # and the group goes on
+        summed(comm)  # and the group stays usable
 
     run(2, rank, config=Config(timeout=10, device_peers=False))
 
 
-def test_ranks_that_name_different_ways_are_told() -> None:
+def test_naming_different_paths_is_an_error() -> None:
     def rank(comm: Communicator) -> None:
         summed(comm)
         with pytest.raises(MismatchError, match="algorithm=node"):
@@ -260,8 +260,8 @@ def test_ranks_that_name_different_ways_are_told() -> None:
     ("devices", "nodes", "ways"),
     [((), None, {"node", "host"}), (("late",), None, {"node", "ring", "host"}), ((), [0, 0, 1, 1], {"hierarchical"})],
 )
-def test_ways_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: Any, ways: set[str]) -> None:
-    """All ranks get the same table; each verb's winner of it is what a call takes."""
+def test_paths_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: Any, ways: set[str]) -> None:
+    """All ranks get the same table; a call takes the winner of its verb."""
     monkeypatch.setattr(measure, "DEVICE_SIZES", (1024, 4096))
     monkeypatch.setattr(stopwatch, "MOST_REPETITIONS", 1)
 

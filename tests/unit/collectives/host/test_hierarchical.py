@@ -62,7 +62,7 @@ def test_large_arrays_go_through_all_rails(nodes, dtype, monkeypatch):
 @clusters
 @pytest.mark.parametrize("network", [DEFAULT, ETHERNET], ids=["fabric", "ethernet"])
 @pytest.mark.parametrize("count", [20_011, 130_000])
-def test_an_all_reduce_goes_part_by_part(nodes, network, count, monkeypatch):
+def test_an_all_reduce_is_split_into_parts(nodes, network, count, monkeypatch):
     """Parts of 5 to 10 KiB, some of one block and some of several, of ordinary and of symmetric arrays."""
     monkeypatch.setattr(rails, "RAIL_BYTES", 1000)
     monkeypatch.setattr(hierarchy, "PART_BYTES", 10_000)
@@ -83,7 +83,7 @@ def test_an_all_reduce_goes_part_by_part(nodes, network, count, monkeypatch):
 
 
 @clusters
-def test_symmetric_arrays(nodes, monkeypatch):
+def test_symmetric_arrays_match_numpy(nodes, monkeypatch):
     monkeypatch.setattr(rails, "RAIL_BYTES", 1000)
 
     def check(comm):
@@ -110,7 +110,7 @@ def test_the_bits_are_the_same_everywhere():
     assert len(set(run(5, check, nodes=[0, 1, 0, 1, 1]))) == 1
 
 
-def test_where_there_is_no_hierarchy_it_cannot_be_asked_for():
+def test_a_hierarchical_algorithm_needs_a_hierarchy():
     def check(comm):
         with pytest.raises(UsageError, match="on one node, has one rank on each"):
             comm.all_reduce(np.ones(3), algorithm="hierarchical")
@@ -119,8 +119,8 @@ def test_where_there_is_no_hierarchy_it_cannot_be_asked_for():
     run(2, check, nodes=[0, 1])
 
 
-def test_a_mismatch_within_a_node_reaches_the_others():
-    """Ranks of a node see it at their board; a rank on another node only waits, and must be told."""
+def test_a_mismatch_within_a_node_reaches_other_nodes():
+    """Ranks of a node see it at their board; a rank on another node only waits, and must be notified."""
 
     def check(comm):
         with pytest.raises(MismatchError, match=r"rank 1: all_reduce of 4 x"):

@@ -1,4 +1,4 @@
-"""all_to_all_v on ranks as threads: on a node, by messages, with and without what the ranks know."""
+"""all_to_all_v on ranks as threads: on a node, by messages, with and without known counts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ layouts = pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(ma
 @pytest.mark.parametrize("reads", [True, False])
 @settings(max_examples=6, deadline=None)
 @given(case=cases.cases(2000))
-def test_all_ways(nodes, reads, case):
-    """With slots of 1 KiB, through which what is neither symmetric nor read goes in many windows."""
+def test_all_paths_match_numpy(nodes, reads, case):
+    """With slots of 1 KiB, ordinary arrays that are not read directly go through in many windows."""
     run(
         len(nodes),
         lambda comm: cases.check(comm, case),
@@ -33,7 +33,7 @@ def test_all_ways(nodes, reads, case):
 @layouts
 @settings(max_examples=5, deadline=None)
 @given(case=cases.cases(2000))
-def test_a_result_that_does_not_fit_concerns_its_rank_alone(nodes, case):
+def test_a_result_of_the_wrong_size_raises_on_its_rank_alone(nodes, case):
     def check(comm):
         for odd in range(comm.size):
             cases.check_misfit(comm, case, odd)
@@ -45,8 +45,8 @@ def test_a_result_that_does_not_fit_concerns_its_rank_alone(nodes, case):
 @pytest.mark.parametrize("count", [1, 3000, 100_000])
 @pytest.mark.parametrize("symmetric", ["", "x", "out"])
 @pytest.mark.parametrize("reads", [True, False])
-def test_counts_that_do_not_agree_are_told_by_the_ranks_that_they_concern(count, symmetric, reads):
-    """Rank 0 expects a row more of rank 1 than comes; rank 2 has nothing to do with that, and has its data."""
+def test_mismatched_counts_raise_on_the_ranks_involved(count, symmetric, reads):
+    """Rank 0 expects one row too many from rank 1; rank 2 is not involved, and gets its data."""
 
     def check(comm):
         counts = [count] * 3
@@ -70,8 +70,8 @@ def test_counts_that_do_not_agree_are_told_by_the_ranks_that_they_concern(count,
 
 
 @pytest.mark.parametrize("wrong", [-1, 1, 5000])
-def test_by_messages_the_receiver_tells(wrong):
-    """The others have their data, and the group stays in step."""
+def test_with_messages_the_receiver_raises(wrong):
+    """The other ranks get their data, and the group stays in step."""
 
     def check(comm):
         x = np.arange(30.0)
@@ -89,7 +89,7 @@ def test_by_messages_the_receiver_tells(wrong):
 
 
 @layouts
-def test_ranks_that_know_and_ranks_that_ask(nodes):
+def test_known_and_unknown_counts_can_be_mixed(nodes):
     def check(comm):
         takes = None if comm.rank == 0 else [1] * comm.size
         for _ in range(2):
@@ -102,8 +102,8 @@ def test_ranks_that_know_and_ranks_that_ask(nodes):
 
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
-def test_what_is_wrong_on_one_rank_alone(nodes):
-    """Nothing is sent then, also not in a call of a kind that was called before."""
+def test_an_error_of_one_rank_is_raised_on_it_alone(nodes):
+    """Then nothing is sent, not even in a repeated call."""
 
     def check(comm):
         x, one = np.ones((4, 2)), [2, 2]
@@ -134,7 +134,7 @@ def test_what_is_wrong_on_one_rank_alone(nodes):
 
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1]])
-def test_results_that_overlap_or_are_not_contiguous(nodes):
+def test_results_may_overlap_or_be_non_contiguous(nodes):
     def check(comm):
         for _ in range(2):
             memory = np.arange(9.0)
@@ -162,8 +162,8 @@ def test_rows_may_be_numpy_numbers():
     run(2, check)
 
 
-def test_a_group_that_has_no_board_yet():
-    """The first call makes it; one that fails leaves the group usable."""
+def test_the_first_call_creates_the_board():
+    """The first call creates it; a failed call leaves the group usable."""
 
     def check(comm):
         group = comm.split(0)

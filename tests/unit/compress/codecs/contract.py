@@ -40,7 +40,7 @@ def encode(codec: Codec, x: Array, **options: Any) -> Array:
 
 
 def decode(codec: Codec, payload: Array, count: int) -> Array:
-    """Return what a payload stands for, and check that adding it to something is adding it."""
+    """Decode a payload, and check that decoding with `add` adds the same values."""
     out = np.full(count, np.nan, np.float32)
     codec.decode(payload, out)
     total = np.linspace(-3, 5, count, dtype=np.float32)
@@ -55,7 +55,7 @@ def round_trip(codec: Codec, x: Array, **options: Any) -> Array:
 
 
 def check_residual(codec: Codec, x: Array, before: Array, seed: int) -> None:
-    """Check encoding with feedback against encoding the sum, of which nothing may be lost or invented."""
+    """Check encoding with feedback against encoding the sum: no part of it may be lost or invented."""
     with np.errstate(over="ignore"):
         wanted = x + before
     original, after = x.copy(), np.full_like(x, np.nan)
@@ -74,16 +74,16 @@ def check_residual(codec: Codec, x: Array, before: Array, seed: int) -> None:
 
 
 def check_not_finite(codec: Codec, block: int, culprit: float) -> None:
-    """Check that one culprit makes NaN of its block, and leaves the residual there and all other blocks alone."""
+    """Check that one culprit turns its block into NaN, and changes neither the residual there nor any other block."""
     x = np.random.default_rng(3).standard_normal(3 * block + 5).astype(np.float32)
     clean = round_trip(codec, x)
     for at in (0, block + 3, len(x) - 1):
         spoiled = x.copy()
         spoiled[at] = culprit
-        found = round_trip(codec, spoiled)
+        decoded = round_trip(codec, spoiled)
         mine = np.arange(len(x)) // block == at // block
-        assert np.isnan(found[mine]).all()
-        np.testing.assert_array_equal(found[~mine], clean[~mine])
+        assert np.isnan(decoded[mine]).all()
+        np.testing.assert_array_equal(decoded[~mine], clean[~mine])
         before, after = np.full_like(x, 0.25), np.zeros_like(x)
         encode(codec, spoiled, residual=(before, after))
         assert (after[mine] == 0.25).all()
@@ -96,7 +96,7 @@ def check_not_finite(codec: Codec, block: int, culprit: float) -> None:
 
 
 def check_unbiased(codec: Codec, x: Array, unit: float, rounds: int = 2000) -> None:
-    """Check that what 8 blocks like x decode to is right in the mean: by element, by array, and without common noise.
+    """Check that 8 decoded blocks like x are right in the mean: by element, by array, and without common noise.
 
     A decoded value is one of two neighbours a unit apart. By Hoeffding's inequality the mean of n of them is off by
     more than 3.5 / sqrt(n) units with a chance below 2 exp(-2 * 3.5²) = 5e-11. What float32 adds is below 127 * 2^-22:

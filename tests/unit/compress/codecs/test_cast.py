@@ -21,16 +21,16 @@ TOPS = {"e4m3": 448, "e5m2": 57344}
 PRECISION = {"e4m3": (3, 2.0**-9), "e5m2": (2, 2.0**-16)}
 
 
-def same_bits(found, expected):
-    """NaN are NaN; which of them differs between conversions, and nobody looks."""
+def same_bits(decoded, expected):
+    """Compare bits; the payload of a NaN may differ between conversions."""
     nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(found), nan)
-    unsigned = f"u{found.dtype.itemsize}"
-    np.testing.assert_array_equal(found.view(unsigned)[~nan], expected.view(unsigned)[~nan])
+    np.testing.assert_array_equal(np.isnan(decoded), nan)
+    unsigned = f"u{decoded.dtype.itemsize}"
+    np.testing.assert_array_equal(decoded.view(unsigned)[~nan], expected.view(unsigned)[~nan])
 
 
 def hard_cases(dtype):
-    """All numbers of a half precision, what lies half way between them and next to that, and any bits at all."""
+    """All numbers of a half precision, the midpoints between them, the neighbours of these, and arbitrary bits."""
     numbers = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(np.float32)
     numbers.sort()
     with np.errstate(all="ignore"):
@@ -42,7 +42,7 @@ def hard_cases(dtype):
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_conversions_are_numpys(name):
+def test_conversions_match_numpy(name):
     dtype = HALVES[name]
     x = hard_cases(dtype)
     with np.errstate(all="ignore"):
@@ -55,7 +55,7 @@ def test_conversions_are_numpys(name):
     same_bits(back, expected.astype(np.float32))
 
 
-def test_conversion_refuses_what_it_cannot_do():
+def test_unsupported_conversions_are_refused():
     single, half = np.zeros((4, 6), np.float32), np.zeros((4, 6), np.float16)
     convert(single, half)
     with pytest.raises(UsageError, match="contiguous"):
@@ -84,7 +84,7 @@ def test_a_cast_is_a_codec(name):
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data(), name=st.sampled_from(list(HALVES)), seed=st.integers(-(2**63), 2**63 - 1))
-def test_what_a_cast_loses_goes_to_the_residual(data, name, seed):
+def test_rounding_errors_of_a_cast_go_to_the_residual(data, name, seed):
     x = data.draw(contract.arrays(1024))
     before = np.float32(0.01) * x[::-1].copy()
     contract.check_residual(Cast(name), x, before, seed)
@@ -94,9 +94,11 @@ def test_what_a_cast_loses_goes_to_the_residual(data, name, seed):
 def test_elements_that_are_not_finite_stay_so_and_leave_their_residuals(codec):
     x = np.array([1, np.inf, -np.inf, np.nan, 3.3e38, 0.1] * 300, np.float32)
     before = np.full_like(x, 1e38)  # so the fifth overflows as well
-    found = contract.decode(codec, contract.encode(codec, x, residual=(before, before)), len(x))
-    np.testing.assert_array_equal(np.isfinite(found[:6]), [codec.dtype == "bfloat16", *[False] * 4, found[0] < np.inf])
-    assert (before[~np.isfinite(found)] == np.float32(1e38)).all()
+    decoded = contract.decode(codec, contract.encode(codec, x, residual=(before, before)), len(x))
+    np.testing.assert_array_equal(
+        np.isfinite(decoded[:6]), [codec.dtype == "bfloat16", *[False] * 4, decoded[0] < np.inf]
+    )
+    assert (before[~np.isfinite(decoded)] == np.float32(1e38)).all()
 
 
 def scaled(name, x, block):
@@ -117,23 +119,23 @@ def scaled(name, x, block):
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), name=st.sampled_from(list(SMALL)), block=st.sampled_from([8, 40, 1024]))
-def test_small_floats_are_ml_dtypes_times_a_unit(data, name, block):
+def test_small_floats_match_ml_dtypes_times_a_unit(data, name, block):
     x = data.draw(contract.arrays(block))
     codec = Float8(name, block)
     payload = contract.encode(codec, x)
     units, codes = scaled(name, x, block)
     assert payload.tobytes() == units.tobytes() + codes.tobytes()
-    found = contract.decode(codec, payload, len(x))
+    decoded = contract.decode(codec, payload, len(x))
     unit = np.repeat(units, block)[: len(x)]
-    np.testing.assert_array_equal(found, codes.astype(np.float32) * unit)
+    np.testing.assert_array_equal(decoded, codes.astype(np.float32) * unit)
     # Half of the last place of the mantissa, or of the least denormal; in between inverse, product and product again
     # are rounded, each by 2^-24 of the value.
     mantissa, denormal = PRECISION[name]
     size = np.abs(x.astype(np.float64))
     bound = np.maximum(size * 2.0 ** -(mantissa + 1), unit * denormal / 2) + size * 2.0**-22
-    assert (np.abs(found - x)[unit > 0] <= bound[unit > 0]).all()
-    assert (found[unit == 0] == 0).all()
-    assert not ((found != 0) & (np.abs(found) < contract.LEAST_NORMAL)).any()
+    assert (np.abs(decoded - x)[unit > 0] <= bound[unit > 0]).all()
+    assert (decoded[unit == 0] == 0).all()
+    assert not ((decoded != 0) & (np.abs(decoded) < contract.LEAST_NORMAL)).any()
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -159,7 +161,7 @@ def test_ties_of_small_floats_go_to_the_even_one(name):
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data(), name=st.sampled_from(list(SMALL)))
-def test_what_small_floats_lose_goes_to_the_residual(data, name):
+def test_rounding_errors_of_small_floats_go_to_the_residual(data, name):
     x = data.draw(contract.arrays(64))
     contract.check_residual(Float8(name, 64), x, np.float32(0.3) * x[::-1].copy(), 0)
 
@@ -170,7 +172,7 @@ def test_blocks_that_are_not_finite_stay_so(name, culprit):
     contract.check_not_finite(Float8(name, 64), 64, culprit)
 
 
-def test_what_casts_refuse():
+def test_wrong_casts_are_refused():
     with pytest.raises(UsageError, match="'float32'"):
         Cast("float32")
     with pytest.raises(UsageError, match="'e3m4'"):

@@ -54,18 +54,18 @@ def nibbles(codes, block):
 
 @settings(deadline=None, max_examples=80)
 @given(data=st.data(), bits=st.sampled_from([8, 4]), block=st.sampled_from([8, 24, 256]))
-def test_rounding_to_nearest_is_its_definition(data, bits, block):
+def test_rounding_to_nearest_matches_its_definition(data, bits, block):
     x = data.draw(contract.arrays(block))
     codec = Blocks(bits, block)
     payload = contract.encode(codec, x)
     units, codes = definition(x, TOPS[bits], block)
     assert payload.tobytes() == units.tobytes() + (codes.tobytes() if bits == 8 else nibbles(codes, block))
-    found = contract.decode(codec, payload, len(x))
-    np.testing.assert_array_equal(found, codes * np.repeat(units, block)[: len(x)])
-    assert not ((found != 0) & (np.abs(found) < contract.LEAST_NORMAL)).any()
+    decoded = contract.decode(codec, payload, len(x))
+    np.testing.assert_array_equal(decoded, codes * np.repeat(units, block)[: len(x)])
+    assert not ((decoded != 0) & (np.abs(decoded) < contract.LEAST_NORMAL)).any()
     # Half a unit; and unit, inverse and two products are rounded, each by 2^-24 of at most 127 units.
     unit = per_element(units, len(x), block)
-    error = np.abs(found.astype(np.float64) - x)
+    error = np.abs(decoded.astype(np.float64) - x)
     assert (error <= np.where(unit > 0, unit * (0.5 + 127 * 2.0**-22), TOPS[bits] * contract.LEAST_NORMAL)).all()
 
 
@@ -101,17 +101,17 @@ def test_zeros_are_never_rounded_away(codec):
     x = np.zeros(64, np.float32)
     x[7] = 1
     for seed in range(20):
-        found = contract.round_trip(codec, x, seed=seed)
-        assert np.count_nonzero(found) == 1 and found[7] == 1
+        decoded = contract.round_trip(codec, x, seed=seed)
+        assert np.count_nonzero(decoded) == 1 and decoded[7] == 1
 
 
-def test_no_chance_leads_beyond_the_greatest_code():
+def test_random_rounding_never_exceeds_the_greatest_code():
     """Where rounding makes the greatest value a little more than 127 units, one in 2^17 would become -128 units."""
     values = np.linspace(1, 2, 1000, dtype=np.float32)
     units = values * (np.float32(1) / (values / np.float32(127)))
     (value,) = values[units > 127][:1]
-    found = contract.round_trip(Blocks(8, rounding="stochastic"), np.full(1 << 20, value, np.float32))
-    np.testing.assert_allclose(found, value, rtol=2.0**-22)
+    decoded = contract.round_trip(Blocks(8, rounding="stochastic"), np.full(1 << 20, value, np.float32))
+    np.testing.assert_allclose(decoded, value, rtol=2.0**-22)
 
 
 @pytest.mark.parametrize("codec", STOCHASTIC, ids=lambda codec: codec.name)
@@ -129,7 +129,7 @@ def test_the_unit_of_qsgd_is_the_norm_by_levels(data, levels):
     padded = np.zeros(len(units) * 64)
     padded[: len(x)] = x
     expected = np.linalg.norm(padded.reshape(-1, 64), axis=1)
-    # Squares, six additions, root, product and quotient are rounded, each by 2^-24. What underflows after the division
+    # Squares, six additions, root, product and quotient are rounded, each by 2^-24. Underflow after the division
     # by the greatest is below 2^-126 of it. Norms beyond float32 are its greatest number.
     expected = np.minimum(expected, contract.GREATEST) / levels
     np.testing.assert_allclose(units, expected, rtol=16 * 2.0**-24, atol=2.0**-126)
@@ -141,7 +141,7 @@ def test_the_unit_of_qsgd_is_the_norm_by_levels(data, levels):
     codec=st.sampled_from([Blocks(8, 64), Blocks(4, 64), *STOCHASTIC]),
     seed=st.integers(-(2**63), 2**63 - 1),
 )
-def test_what_is_lost_goes_to_the_residual(data, codec, seed):
+def test_rounding_errors_go_to_the_residual(data, codec, seed):
     x = data.draw(contract.arrays(64))
     contract.check_residual(codec, x, np.float32(0.3) * x[::-1].copy(), seed)
 
@@ -156,10 +156,10 @@ def test_blocks_that_are_not_finite_stay_so(codec, culprit):
 def test_the_greatest_numbers_do_not_overflow(codec):
     x = np.full(1000, contract.GREATEST, np.float32)
     x[::2] *= -1
-    found = contract.round_trip(codec, x)
+    decoded = contract.round_trip(codec, x)
     if isinstance(codec, Blocks) or codec.levels == 1:  # then the norm, cut to float32's greatest, is all of a value
-        np.testing.assert_allclose(found, x, rtol=2.0**-22)  # the limit of units is up to two places lower
-    assert np.isfinite(found).all()
+        np.testing.assert_allclose(decoded, x, rtol=2.0**-22)  # the limit of units is up to two places lower
+    assert np.isfinite(decoded).all()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_greatest_numbers_do_not_overflow(codec):
         (QSGD(levels=7, bucket=128), "qsgd:levels=7,bucket=128", 5 * 4 + 513),
     ],
 )
-def test_names_and_lengths(codec, name, bytes_of_513):
+def test_codecs_have_names_and_payload_lengths(codec, name, bytes_of_513):
     assert isinstance(codec, Codec)
     assert (codec.name, codec.payload_bytes(513), codec.payload_bytes(0)) == (name, bytes_of_513, 0)
 
@@ -188,7 +188,7 @@ def test_names_and_lengths(codec, name, bytes_of_513):
         (lambda: QSGD(bucket=-8), "bucket"),
     ],
 )
-def test_codecs_that_cannot_be(make, message):
+def test_impossible_codecs_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
 
@@ -206,13 +206,13 @@ def test_codecs_that_cannot_be(make, message):
         ({"residual": (np.zeros(100, np.float32), np.zeros(100))}, "the residual after"),
     ],
 )
-def test_arrays_that_cannot_be_encoded(change, message):
+def test_wrong_arrays_are_not_encoded(change, message):
     arguments = {"x": np.zeros(100, np.float32), "payload": np.zeros(200, np.uint8), "residual": None, **change}
     with pytest.raises(UsageError, match=message):
         Blocks().encode(arguments["x"], arguments["payload"], residual=arguments["residual"])
 
 
-def test_arrays_that_cannot_be_decoded():
+def test_wrong_payloads_are_not_decoded():
     with pytest.raises(UsageError, match="takes 104 bytes, but only 103"):
         Blocks().decode(np.zeros(103, np.uint8), np.zeros(100, np.float32))
     with pytest.raises(UsageError, match="out must be"):

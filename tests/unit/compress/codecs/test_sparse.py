@@ -1,4 +1,4 @@
-"""Top-k and random-k: what is chosen, what travels, what is left."""
+"""Top-k and random-k: the chosen elements, the payload, and the residual."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def values_of(kind: str, count: int, seed: int) -> Any:
 
 
 def largest(y: Any, k: int) -> Any:
-    """Return what top-k keeps, by a sort: magnitudes as integers, so NaN is above infinity; of equals the first."""
+    """Return the elements that top-k keeps, by sorting magnitudes as integers: NaN above infinity, equals in order."""
     magnitude = y.view(np.uint32) & 0x7FFFFFFF
     order = np.lexsort((np.arange(len(y)), -magnitude.astype(np.int64)))[:k]
     if len(order) and magnitude[order[0]] >= 0x7F800000:
         order = order[magnitude[order] >= 0x7F800000]
-    kept = np.zeros_like(y)
-    kept[order] = y[order]
-    return kept
+    largest_values = np.zeros_like(y)
+    largest_values[order] = y[order]
+    return largest_values
 
 
 def through(codec: Codec, x: Any, *, residual: Any = None, seed: int = 0) -> Any:
-    """Return what arrives. The payload is longer than needed, and what lies behind must stay as it is."""
+    """Return the decoded values. The payload is longer than needed, and the bytes behind it must not change."""
     memory = np.full(codec.payload_bytes(len(x)) + 12, 171, np.uint8)
     payload = memory[3:-9]  # anywhere in memory
     used = codec.encode(x, payload, seed=seed, residual=residual)
@@ -67,7 +67,7 @@ def through(codec: Codec, x: Any, *, residual: Any = None, seed: int = 0) -> Any
 
 @settings(max_examples=80, deadline=None)
 @given(count=SIZES, ratio=RATIOS, kind=KINDS, seed=st.integers(0, 99))
-def test_the_largest_arrive_as_they_are(count, ratio, kind, seed):
+def test_the_largest_arrive_unchanged(count, ratio, kind, seed):
     codec, x = TopK(ratio), values_of(kind, count, seed)
     assert codec.sent(count) == min(count, max(1, round(ratio * count)))
     np.testing.assert_array_equal(through(codec, x), largest(x, codec.sent(count)))
@@ -75,8 +75,8 @@ def test_the_largest_arrive_as_they_are(count, ratio, kind, seed):
 
 @settings(max_examples=80, deadline=None)
 @given(count=SIZES, ratio=RATIOS, kind=KINDS, seed=st.integers(0, 99), values=st.sampled_from(list(DTYPES)))
-def test_what_does_not_arrive_is_left(count, ratio, kind, seed, values):
-    """Exactly, for halves too: what is rounded off a float32 has no more bits than it has itself."""
+def test_the_residual_keeps_unsent_elements(count, ratio, kind, seed, values):
+    """Exactly, for halves too: the rounding error of a float32 has no more bits than the float32."""
     codec, x = TopK(ratio, values), values_of(kind, count, seed)
     before = values_of("normal", count, seed + 1)
     in_place, after = before.copy(), np.full(count, np.nan, np.float32)
@@ -98,7 +98,7 @@ def test_what_does_not_arrive_is_left(count, ratio, kind, seed, values):
     bad=st.lists(st.sampled_from([np.inf, -np.inf, np.nan, FULL_NAN]), min_size=1, max_size=9),
     ratio=RATIOS, seed=st.integers(0, 99), same=st.booleans(), values=st.sampled_from(list(DTYPES)),
 )  # fmt: skip
-def test_what_is_not_finite_arrives_alone_and_its_residual_stays(count, bad, ratio, seed, same, values):
+def test_nonfinite_elements_arrive_alone_and_keep_their_residual(count, bad, ratio, seed, same, values):
     random = np.random.default_rng(seed)
     codec, x = TopK(ratio, values), random.standard_normal(count, np.float32)
     x[random.integers(0, count, len(bad))] = bad
@@ -112,22 +112,22 @@ def test_what_is_not_finite_arrives_alone_and_its_residual_stays(count, bad, rat
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.3])
-def test_input_that_gets_larger_and_larger(ratio):
-    """Every element is a candidate then, and candidates are thrown out again and again."""
+def test_ascending_input_is_selected(ratio):
+    """Then every element is a candidate, and candidates are discarded repeatedly."""
     x = np.arange(1, 40001, dtype=np.float32)
     np.testing.assert_array_equal(through(TopK(ratio), x), largest(x, TopK(ratio).sent(len(x))))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_the_largest_of_candidates(data):
+def test_the_largest_candidates_are_kept(data):
     bits = data.draw(st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 5), min_size=2, max_size=60))
     k = data.draw(st.integers(1, len(bits) - 1))
-    indices, kept = np.arange(len(bits), dtype=np.uint32), np.array(bits, np.uint32)
-    smallest = keep_largest(indices, kept, len(bits), k)
+    indices, values_kept = np.arange(len(bits), dtype=np.uint32), np.array(bits, np.uint32)
+    smallest = keep_largest(indices, values_kept, len(bits), k)
     order = sorted(range(len(bits)), key=lambda i: (-(bits[i] & 0x7FFFFFFF), i))[:k]
     assert indices[:k].tolist() == sorted(order)
-    assert kept[:k].tolist() == [bits[i] for i in sorted(order)]
+    assert values_kept[:k].tolist() == [bits[i] for i in sorted(order)]
     assert smallest == bits[order[-1]] & 0x7FFFFFFF
 
 
@@ -139,7 +139,7 @@ def test_the_largest_of_candidates(data):
     ),
     kind=st.sampled_from([sparse.FLOAT32, sparse.FLOAT16, sparse.BFLOAT16]),
 )
-def test_gaps_of_any_length(gaps, kind):
+def test_gaps_of_any_length_survive(gaps, kind):
     indices = (np.cumsum(np.array(gaps, np.int64) + 1) - 1).astype(np.uint32)
     count = int(indices[-1]) + 1 if gaps else 0
     values = np.arange(1, len(gaps) + 1, dtype=np.float32)  # small whole numbers: exact in every dtype
@@ -154,7 +154,7 @@ def test_gaps_of_any_length(gaps, kind):
     np.testing.assert_array_equal(out, expected)
 
 
-def test_places_take_about_a_byte_each():
+def test_a_place_takes_about_a_byte():
     """At 1 % the mean gap is 99, and 1 + q / (1 - q) bytes are expected with q = 0.99^255 = 0.077: 1.08."""
     x = np.random.default_rng(0).standard_normal(100_000, np.float32)
     codec = TopK(0.01)
@@ -187,7 +187,7 @@ def test_every_element_has_the_same_chance(count, ratio):
     assert np.abs(chosen - draws * chance).max() < 5 * np.sqrt(draws * chance * (1 - chance))
 
 
-def test_unbiased_random_values_are_multiplied():
+def test_unbiased_random_values_are_scaled():
     x = np.arange(1, 101, dtype=np.float32)
     codec = RandomK(0.25, unbiased=True)
     places = codec.choose(100, 3)
@@ -199,7 +199,7 @@ def test_unbiased_random_values_are_multiplied():
 
 @settings(max_examples=40, deadline=None)
 @given(count=SIZES, ratio=RATIOS, seed=st.integers(0, 99), same=st.booleans())
-def test_what_is_not_drawn_is_left(count, ratio, seed, same):
+def test_the_residual_keeps_elements_not_drawn(count, ratio, seed, same):
     x, before = values_of("normal", count, seed), values_of("normal", count, seed + 1)
     y, after = x + before, before.copy() if same else np.empty_like(before)
     arrived = through(RandomK(ratio), x, seed=seed, residual=(after if same else before, after))
@@ -209,7 +209,7 @@ def test_what_is_not_drawn_is_left(count, ratio, seed, same):
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("feedback", [True, False])
-def test_random_values_are_not_finite_if_anything_is_not(bad, feedback):
+def test_a_nonfinite_element_makes_random_values_nonfinite(bad, feedback):
     x = np.ones(3000, np.float32)
     before, after = np.ones_like(x), np.zeros_like(x)
     codec = RandomK(0.001)
@@ -221,12 +221,12 @@ def test_random_values_are_not_finite_if_anything_is_not(bad, feedback):
 
 
 @pytest.mark.parametrize("codec", [TopK(), TopK(0.1, "float16"), RandomK(), RandomK(0.5, unbiased=True)])
-def test_they_are_codecs(codec):
+def test_sparse_codecs_keep_the_contract(codec):
     assert isinstance(codec, Codec)
     assert not codec.fixed and codec.align == 1
 
 
-def test_names():
+def test_names_have_the_options():
     assert TopK().name == "topk:ratio=0.01"
     assert TopK(0.001, "bfloat16").name == "topk:ratio=0.001,values=bfloat16"
     assert RandomK(0.02).name == "randomk:ratio=0.02"
@@ -244,7 +244,7 @@ def test_wrong_options_are_refused():
 
 
 def test_payloads_that_cannot_be_decoded_are_refused():
-    """Rather than written somewhere in memory."""
+    """They would be written to arbitrary memory."""
     x = np.ones(5000, np.float32)
     for codec in (TopK(1.0), TopK(0.0002)):
         payload = np.zeros(codec.payload_bytes(5000), np.uint8)

@@ -40,13 +40,13 @@ def whole_numbers(rank: int, step: int, count: int) -> Any:
     dense_below=st.sampled_from([0, 10, 100]),
     flags=st.integers(0, 20),
 )
-def test_with_everything_sent_it_is_the_sum(ranks, counts, codec, dense_below, flags):
+def test_sending_everything_gives_the_sum(ranks, counts, codec, dense_below, flags):
     parts, length = placed(counts)
     places = [i for part in parts for i in range(part.start, part.stop)]
 
     def reduce(comm):
         reducer = AllGather(codec, dense_below=dense_below).reducer(comm, parts)
-        for step in range(2):  # nothing is left from the first
+        for step in range(2):  # no residual remains from the first
             values = whole_numbers(comm.rank, step, length)
             on = np.array([i % ranks == comm.rank and i % 3 > 0 for i in range(flags)], np.float32)
             assert reducer.reduce(values, on)
@@ -71,14 +71,14 @@ def test_each_rank_sends_the_largest_of_each_parameter():
     for rank, (values, state) in enumerate(run(3, reduce)):
         # a: rank 0 sends 2 and 3, rank 1 sends 6 (its other elements are zero), rank 2 three times what rank 0 sends
         np.testing.assert_array_equal(values, [6, 0, 2 + 6, 3 + 9, -9 * 6, 8 * 6, 0, 0])
-        left = [[0, 1, 0, 0], [0, 0, 0, 0], [0, 3, 0, 0]][rank]
-        np.testing.assert_array_equal(state["a"]["residual"], left)
+        residual = [[0, 1, 0, 0], [0, 0, 0, 0], [0, 3, 0, 0]][rank]
+        np.testing.assert_array_equal(state["a"]["residual"], residual)
         np.testing.assert_array_equal(state["b"]["residual"], np.array([[0, 0], [7, 5]]) * (rank + 1))
 
 
 @pytest.mark.parametrize("codec", [TopK(0.05), TopK(0.05, "bfloat16"), RandomK(0.05)])
-def test_sums_and_what_is_left_are_the_sums_of_what_was_given(codec):
-    """Exactly: all are whole numbers, and bfloat16 has all up to 256."""
+def test_sums_and_residuals_add_up_to_the_sums_of_gradients(codec):
+    """Exactly: all values are integers, and bfloat16 represents all up to 256."""
     parts, length = placed([40, 333, 1500])
     places = [i for part in parts for i in range(part.start, part.stop)]
     steps = 6
@@ -96,17 +96,17 @@ def test_sums_and_what_is_left_are_the_sums_of_what_was_given(codec):
             total += values
         state = reducer.state()
         assert state.keys() == {"p1", "p2"}  # p0 is small, and travels whole
-        left = np.zeros(length, np.float32)
+        residual = np.zeros(length, np.float32)
         for part in parts[1:]:
-            left[part.start : part.stop] = state[part.name]["residual"]
-        return bits, total, given_, left
+            residual[part.start : part.stop] = state[part.name]["residual"]
+        return bits, total, given_, residual
 
     results = run(3, train)
     assert len({tuple(bits) for bits, *_ in results}) == 1
     given_ = sum(result[2] for result in results)
-    left = sum(result[3] for result in results)
-    np.testing.assert_array_equal((results[0][1] + left)[places], given_[places])
-    assert left.any()
+    residual = sum(result[3] for result in results)
+    np.testing.assert_array_equal((results[0][1] + residual)[places], given_[places])
+    assert residual.any()
 
 
 def test_random_values_travel_without_places():
@@ -116,12 +116,12 @@ def test_random_values_travel_without_places():
         reducer = AllGather(RandomK(0.01)).reducer(
             comm, [BucketPart("w", 0, (count,)), BucketPart("b", count, (10,))], key="k"
         )
-        sent = []
+        sent_values = []
         for step in range(2):
             values = whole_numbers(comm.rank, step, count + 10) + 5
             reducer.reduce(values, np.zeros(flags, np.float32))
-            sent.append(np.flatnonzero(values[:count]))
-        return reducer.sent_bytes, sent
+            sent_values.append(np.flatnonzero(values[:count]))
+        return reducer.sent_bytes, sent_values
 
     results = run(2, reduce)
     for nbytes, (first, second) in results:
@@ -130,7 +130,7 @@ def test_random_values_travel_without_places():
         assert len(np.intersect1d(first, second)) < 10  # others in each step: by chance about 1 is the same
 
 
-def test_bytes_are_those_of_the_messages():
+def test_sent_bytes_are_those_of_the_messages():
     def reduce(comm):
         reducer = AllGather(TopK(0.01)).reducer(comm, [BucketPart("w", 0, (10000,)), BucketPart("b", 10000, (10,))])
         values = np.zeros(10010, np.float32)
@@ -144,7 +144,7 @@ def test_bytes_are_those_of_the_messages():
 
 
 @pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.1), TopK(0.1, "float16")])
-def test_a_step_that_was_skipped_leaves_no_trace(codec):
+def test_a_skipped_step_leaves_no_trace(codec):
     def train(comm):
         reducer = AllGather(codec, dense_below=0).reducer(comm, [BucketPart("w", 1, (6, 7))])
         reducer.reduce(whole_numbers(comm.rank, 0, 50), NO_FLAGS)
@@ -165,7 +165,7 @@ def test_a_step_that_was_skipped_leaves_no_trace(codec):
     assert all(run(2, train))
 
 
-def test_a_sum_that_overflows_is_told_on_all_ranks():
+def test_an_overflowing_sum_is_reported_on_all_ranks():
     def train(comm):
         values = np.full(20, 3e38 if comm.rank < 2 else -3e38, np.float32)
         return AllGather(TopK(0.1), dense_below=0).reducer(comm, [BucketPart("w", 0, (20,))]).reduce(values, NO_FLAGS)
@@ -173,7 +173,7 @@ def test_a_sum_that_overflows_is_told_on_all_ranks():
     assert run(3, train) == [False] * 3
 
 
-def test_what_was_never_committed_nor_rolled_back_counts():
+def test_a_step_without_commit_or_rollback_counts():
     def train(comm):
         residuals = []
         for keeps in (True, False):
@@ -188,7 +188,7 @@ def test_what_was_never_committed_nor_rolled_back_counts():
     run(2, train)
 
 
-def test_state_goes_to_another_bucket_by_name():
+def test_state_is_loaded_into_another_bucket_by_name():
     def train(comm):
         first = AllGather(TopK(0.1), dense_below=5).reducer(
             comm, [BucketPart("a", 0, (3, 20)), BucketPart("b", 60, (12,))]
@@ -205,7 +205,7 @@ def test_state_goes_to_another_bucket_by_name():
         second = AllGather(TopK(0.1), dense_below=5).reducer(comm, parts)
         second.reduce(np.zeros(90, np.float32), NO_FLAGS)
         second.load(state)
-        second.rollback()  # is not about what was loaded
+        second.rollback()  # does not affect loaded state
         again = second.state()
         assert again.keys() == {"a", "b", "new"} and not again["new"]["residual"].any()
         for name in ("a", "b"):
@@ -216,8 +216,8 @@ def test_state_goes_to_another_bucket_by_name():
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_draws_go_on_from_a_state(unbiased):
-    """A reducer that is given the state of another chooses what that one would have chosen next."""
+def test_draws_continue_from_a_state(unbiased):
+    """A reducer with the state of another continues its draws."""
 
     def train(comm):
         def make():
@@ -237,7 +237,7 @@ def test_draws_go_on_from_a_state(unbiased):
     run(2, train)
 
 
-def test_without_feedback_nothing_is_remembered():
+def test_without_feedback_there_is_no_state():
     def train(comm):
         reducer = AllGather(TopK(0.1), feedback=False, dense_below=0).reducer(comm, [BucketPart("w", 0, (20,))])
         for _ in range(2):
@@ -251,10 +251,10 @@ def test_without_feedback_nothing_is_remembered():
     run(2, train)
 
 
-def test_names_say_what_ranks_must_agree_on():
+def test_names_contain_the_options_that_ranks_must_share():
     assert AllGather(TopK()).name == "topk:ratio=0.01"
     assert AllGather(TopK(), feedback=True).name == "topk:ratio=0.01"
     assert (
         AllGather(TopK(), feedback=False, dense_below=5).name == "topk:ratio=0.01,feedback=false,dense_below=5"
-    )  # what scheme_of reads
+    )  # the form that scheme_of reads
     assert isinstance(AllGather(TopK()), Scheme) and AllGather(TopK()).divisible

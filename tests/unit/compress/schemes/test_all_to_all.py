@@ -27,7 +27,7 @@ def values_of(rank: int, count: int) -> Any:
     align=st.sampled_from([1, 8]),
     flags=st.integers(0, 20),
 )
-def test_with_a_codec_that_loses_nothing_it_is_the_sum(ranks, counts, align, flags):
+def test_a_lossless_codec_gives_the_sum(ranks, counts, align, flags):
     starts = np.cumsum([0, *counts])
     parts = [
         BucketPart(f"p{i}", int(start), (count,)) for i, (start, count) in enumerate(zip(starts, counts, strict=False))
@@ -47,7 +47,7 @@ def test_with_a_codec_that_loses_nothing_it_is_the_sum(ranks, counts, align, fla
         np.testing.assert_array_equal(on, [i % 3 > 0 for i in range(flags)])
 
 
-def test_what_is_lost_is_added_to_the_next_step_by_workers_and_servers():
+def test_workers_and_servers_add_errors_to_the_next_step():
     # 3 ranks x 0.75 each step: with feedback on both sides the sum of 8 steps is off by less than what the residuals
     # hold: below 1 for each of 3 workers and 1 for the server.
     def train(comm):
@@ -57,19 +57,19 @@ def test_what_is_lost_is_added_to_the_next_step_by_workers_and_servers():
             values = np.full(10, 0.75, np.float32)
             reducer.reduce(values, np.zeros(0, np.float32))
             total += values
-        left = np.zeros(10, np.float32)
+        residual = np.zeros(10, np.float32)
         for what in reducer.state()["w"].values():
-            left += what
-        return total, left
+            residual += what
+        return total, residual
 
     results = run(3, train)
     for total, _ in results:
         np.testing.assert_array_equal(total, results[0][0])
-    np.testing.assert_array_equal(results[0][0] + sum(left for _, left in results), 3 * 8 * 0.75)
-    assert np.all(sum(left for _, left in results) < 4)
+    np.testing.assert_array_equal(results[0][0] + sum(residual for _, residual in results), 3 * 8 * 0.75)
+    assert np.all(sum(residual for _, residual in results) < 4)
 
 
-def test_without_feedback_it_stays_lost():
+def test_without_feedback_errors_remain():
     def train(comm):
         reducer = AllToAll(Whole(), feedback=False).reducer(comm, [BucketPart("w", 0, (10,))])
         assert reducer.state() == {}
@@ -81,7 +81,7 @@ def test_without_feedback_it_stays_lost():
         assert not values.any()
 
 
-def test_a_step_that_was_skipped_leaves_no_trace():
+def test_a_skipped_step_leaves_no_trace():
     def train(comm):
         reducer = AllToAll(Whole()).reducer(comm, [BucketPart("w", 0, (6,))])
         nothing = np.zeros(0, np.float32)
@@ -101,8 +101,8 @@ def test_a_step_that_was_skipped_leaves_no_trace():
 
 
 @pytest.mark.parametrize("codec", [Blocks(4, rounding="stochastic"), QSGD()])
-def test_draws_go_on_from_a_state(codec):
-    """A reducer that is given the state of another rounds as that one would have rounded next."""
+def test_draws_continue_from_a_state(codec):
+    """A reducer with the state of another continues its random rounding."""
 
     def train(comm):
         def make():
@@ -124,7 +124,7 @@ def test_draws_go_on_from_a_state(codec):
     run(2, train)
 
 
-def test_state_goes_to_another_bucket_by_name():
+def test_state_is_loaded_into_another_bucket_by_name():
     def train(comm):
         nothing = np.zeros(0, np.float32)
         first = AllToAll(Whole()).reducer(comm, [BucketPart("a", 0, (3, 2)), BucketPart("b", 8, (2,))])
@@ -144,7 +144,7 @@ def test_state_goes_to_another_bucket_by_name():
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_a_result_that_is_not_finite_is_told_on_all_ranks(bad):
+def test_a_nonfinite_result_is_reported_on_all_ranks(bad):
     def train(comm):
         reducer = AllToAll(Exact()).reducer(comm, [BucketPart("w", 0, (6,))])
         values = np.zeros(6, np.float32)
@@ -154,7 +154,7 @@ def test_a_result_that_is_not_finite_is_told_on_all_ranks(bad):
     assert run(3, train) == [False] * 3
 
 
-def test_bytes_are_those_that_leave():
+def test_sent_bytes_count_outgoing_data():
     def train(comm):
         reducer = AllToAll(Exact()).reducer(comm, [BucketPart("w", 0, (64,))])
         reducer.reduce(np.zeros(64, np.float32), np.zeros(1, np.float32))

@@ -69,8 +69,8 @@ class Model:
     ],
     ids=lambda scheme: scheme.name,
 )
-def test_it_is_the_paper_s_algorithm(scheme):
-    """To the last bit: the kernel does the same operations in the same order."""
+def test_dgc_matches_the_papers_algorithm(scheme):
+    """To the last bit: the kernel performs the same operations in the same order."""
     scheme = replace(scheme, dense_below=100)
 
     def train(comm):
@@ -98,8 +98,8 @@ def test_it_is_the_paper_s_algorithm(scheme):
             assert state[part.name]["step"] == STEPS
 
 
-def test_with_everything_sent_at_once_momentum_is_masked_away():
-    """As the paper has it: what is sent has no momentum left."""
+def test_sending_everything_clears_momentum():
+    """As in the paper: sent elements have no momentum left."""
 
     def train(comm):
         reducer = DGC(ratio=1.0, dense_below=0).reducer(comm, [BucketPart("w", 0, (40,))])
@@ -111,7 +111,7 @@ def test_with_everything_sent_at_once_momentum_is_masked_away():
     run(2, train)
 
 
-def test_what_rounding_to_half_precision_loses_is_sent_later():
+def test_rounding_errors_of_half_precision_are_sent_later():
     def train(comm):
         reducer = DGC(ratio=0.1, values="float16", dense_below=0).reducer(comm, [BucketPart("w", 0, (20,))])
         values = np.zeros(20, np.float32)
@@ -125,7 +125,7 @@ def test_what_rounding_to_half_precision_loses_is_sent_later():
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_step_that_was_skipped_leaves_no_trace(bad, clip_norm):
+def test_a_skipped_step_leaves_no_trace(bad, clip_norm):
     scheme = DGC(ratio=0.01, clip_norm=clip_norm, warmup_steps=8, dense_below=100)
 
     def train(comm):
@@ -149,7 +149,7 @@ def test_a_step_that_was_skipped_leaves_no_trace(bad, clip_norm):
     run(2, train)
 
 
-def test_training_goes_on_from_a_state():
+def test_training_continues_from_a_state():
     scheme = DGC(ratio=0.01, warmup=(0.5, 0.1), warmup_steps=6, dense_below=100)
     moved = [
         BucketPart("new", 0, (200,)),
@@ -174,14 +174,14 @@ def test_training_goes_on_from_a_state():
     run(2, train)
 
 
-def test_warm_up_goes_through_its_ratios():
+def test_warm_up_passes_through_its_ratios():
     scheme = DGC(warmup_steps=10)
     ratios = [scheme.ratio_at(step) for step in range(12)]
     assert ratios == [0.25] * 3 + [0.063] * 2 + [0.015] * 3 + [0.004] * 2 + [0.001] * 2
     assert DGC().ratio_at(0) == 0.001
 
 
-def test_names_give_the_scheme_again():
+def test_a_name_gives_its_scheme():
     for scheme in (DGC(), DGC(0.01, 0.5, (0.5, 0.1), 30, 2.5, True, "float16", 7), DGC(warmup=(0.5,))):
         assert isinstance(scheme, Scheme)
         assert scheme_of(scheme.name) == scheme

@@ -1,4 +1,4 @@
-"""PowerSGD against its definition, and what it promises: same bits, nothing lost, bounded residuals."""
+"""PowerSGD against its definition and its promises: same bits, nothing lost, bounded residuals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_FLAGS = np.zeros(0, np.float32)
 
 
 class Alone:
-    """A comm of one rank that counts what is called."""
+    """A comm of one rank that counts its calls."""
 
     rank, size = 0, 1
 
@@ -77,39 +77,39 @@ def reduced(reducer: Any, matrix: Any) -> Any:
     with_residual=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_products_are_exact_on_small_integers(rows, cols, rank, with_residual, seed):
+def test_products_of_small_integers_are_exact(rows, cols, rank, with_residual, seed):
     # |sums| <= 2100 * 14 * 7 * ... < 2^24 in every product below, so float32 holds them exactly in any order.
     rng = np.random.default_rng(seed)
     rank = min(rank, rows, cols)
     shapes = (rows, cols), (rows, cols), (rank, cols), (rank, cols), (rank, rows)
-    matrix, before, right, own, left = (rng.integers(-7, 8, shape).astype(np.float32) for shape in shapes)
+    matrix, before, right, own, left_factor = (rng.integers(-7, 8, shape).astype(np.float32) for shape in shapes)
     residual = before.reshape(-1) if with_residual else NO_FLAGS
     total = matrix + before if with_residual else matrix
     values, p, q = matrix.reshape(-1).copy(), np.empty(rank * rows, np.float32), np.empty(rank * cols, np.float32)
     low_rank.project(values, residual, rows, cols, right.reshape(-1), p, rank)
     np.testing.assert_array_equal(values.reshape(rows, cols), total)
     np.testing.assert_array_equal(p.reshape(rank, rows), right @ total.T)
-    low_rank.project_back(values, rows, cols, left.reshape(-1), q, rank)
-    np.testing.assert_array_equal(q.reshape(rank, cols), left @ total)
+    low_rank.project_back(values, rows, cols, left_factor.reshape(-1), q, rank)
+    np.testing.assert_array_equal(q.reshape(rank, cols), left_factor @ total)
     after = np.full(rows * cols if with_residual else 0, np.nan, np.float32)
-    low_rank.expand(values, after, rows, cols, left.reshape(-1), right.reshape(-1), own.reshape(-1), rank)
-    np.testing.assert_array_equal(values.reshape(rows, cols), left.T @ right)
+    low_rank.expand(values, after, rows, cols, left_factor.reshape(-1), right.reshape(-1), own.reshape(-1), rank)
+    np.testing.assert_array_equal(values.reshape(rows, cols), left_factor.T @ right)
     if with_residual:
-        np.testing.assert_array_equal(after.reshape(rows, cols), total - left.T @ own)
+        np.testing.assert_array_equal(after.reshape(rows, cols), total - left_factor.T @ own)
 
 
 @settings(max_examples=25, deadline=None)
 @given(rank=st.integers(1, 6), extra=st.integers(0, 40), exponent=st.integers(-130, 110), seed=st.integers(0, 2**32))
-def test_orthonormal_vectors_span_what_was_there(rank, extra, exponent, seed):
+def test_orthonormal_vectors_span_the_same_space(rank, extra, exponent, seed):
     rng = np.random.default_rng(seed)
     given_ = np.ldexp(rng.integers(-500, 501, (rank, rank + extra)), exponent).astype(np.float32)
     given_[:, :rank] += np.ldexp(1000 * np.eye(rank), exponent).astype(np.float32)  # independent
     vectors = given_.reshape(-1).copy()
     assert orthonormalise(vectors, rank, 1e-6) == 0
-    found = vectors.reshape(rank, -1).astype(np.float64)
+    orthonormal = vectors.reshape(rank, -1).astype(np.float64)
     # Float64 until each number is rounded once: products of two vectors of length 1 are off by 2 ROUND, and a bit.
-    np.testing.assert_allclose(found @ found.T, np.eye(rank), atol=2.1 * ROUND)
-    left_over = given_ - given_.astype(np.float64) @ found.T @ found
+    np.testing.assert_allclose(orthonormal @ orthonormal.T, np.eye(rank), atol=2.1 * ROUND)
+    left_over = given_ - given_.astype(np.float64) @ orthonormal.T @ orthonormal
     assert np.linalg.norm(left_over) <= 4 * rank * ROUND * np.linalg.norm(given_.astype(np.float64))
 
 
@@ -122,7 +122,7 @@ def test_dependent_vectors_are_dropped():
 
 
 @pytest.mark.parametrize("culprit", [np.nan, np.inf, -np.inf])
-def test_vectors_that_are_not_finite_are_left_alone(culprit):
+def test_nonfinite_vectors_are_not_changed(culprit):
     vectors = np.array([1, 2, 3, culprit], np.float32)
     before = vectors.copy()
     assert orthonormalise(vectors, 2, 1e-6) == -1
@@ -138,7 +138,7 @@ def test_vectors_that_are_not_finite_are_left_alone(culprit):
     seed=st.integers(0, 2**32),
 )  # fmt: skip
 def test_a_sum_of_low_rank_is_exact(ranks, rank, rows, cols, seed):
-    """Own matrices may have any rank: only the sum counts. Two reductions, because the first begins at random."""
+    """The ranks' matrices may have any rank: only the sum counts. Two reductions, as the first starts at random."""
     rng = np.random.default_rng(seed)
     basis = [np.linalg.qr(rng.standard_normal((n, rank)))[0] for n in (rows, cols)]
     wanted = (basis[0] * rng.uniform(1, 2, rank)) @ basis[1].T
@@ -166,12 +166,12 @@ def test_power_iteration_finds_the_best_approximation():
     best = (u[:, :3] * 0.5 ** np.arange(3)) @ v[:, :3].T
     reducer = matrix_reducer(Alone(), 40, 30, rank=3, feedback=False)
     errors = [np.linalg.norm(reduced(reducer, matrix) - best) for _ in range(12)]
-    assert errors[0] > 0.05  # what begins at random is not there yet
+    assert errors[0] > 0.05  # after a random start it has not converged
     # Each step shrinks the wrong directions by (4th / 3rd singular value)^2 = 1/4: 12 steps by 6e-8.
     assert errors[-1] < 1e-5
 
 
-def test_without_warm_start_each_step_begins_at_another_place():
+def test_without_warm_start_each_step_starts_anywhere():
     matrix = normal(1, 40, 30)
     reducer = matrix_reducer(Alone(), 40, 30, feedback=False, warm_start=False)
     first, second = reduced(reducer, matrix), reduced(reducer, matrix)
@@ -183,7 +183,7 @@ def test_without_warm_start_each_step_begins_at_another_place():
     assert "q" not in reducer.state()["w"]
 
 
-# What is remembered
+# State
 
 
 PARTS = [
@@ -215,8 +215,8 @@ def test_nothing_is_lost_and_all_ranks_have_the_same_bits():
             assert reducer.sent_bytes == 2 * 2 * sum(4 * n for n in (2 * 12 + 2 * 9 + 7 + 1 + 3, 2 * 10 + 2 * 16)) // 3
             results.append(values.tobytes())
             total += values
-            residuals = {name: found["residual"] for name, found in reducer.state().items()}
-            largest = max(largest, *(np.abs(found).max() for found in (values, *residuals.values())))
+            residuals = {name: state["residual"] for name, state in reducer.state().items()}
+            largest = max(largest, *(np.abs(state).max() for state in (values, *residuals.values())))
         return total, results, residuals, largest
 
     everyone = run(ranks, train)
@@ -225,12 +225,12 @@ def test_nothing_is_lost_and_all_ranks_have_the_same_bits():
         assert results == everyone[0][1]
         for part in PARTS:
             place = slice(part.start, part.stop)
-            left = sum(found[2][part.name].reshape(-1) for found in everyone if part.name in found[2])
+            residual = sum(state[2][part.name].reshape(-1) for state in everyone if part.name in state[2])
             # In each step and on each rank: one rounding of value + residual, rank + 1 of what is subtracted (of
             # numbers up to sqrt(rows) times the largest), and `ranks` of own factors. Plain sums: `ranks` roundings.
             size = (everyone[0][3] + 5) * part.shape[0] ** 0.5 if part.shape else 5
             tolerance = steps * ranks * (SCHEME.rank + 2 + ranks) * ROUND * size
-            np.testing.assert_allclose(total[place] + left, sum(given_)[place], rtol=0, atol=tolerance)
+            np.testing.assert_allclose(total[place] + residual, sum(given_)[place], rtol=0, atol=tolerance)
     assert set(everyone[0][2]) == {"w", "v"}
 
 
@@ -319,7 +319,7 @@ def test_discard_leaves_no_trace():
 
 @pytest.mark.parametrize("culprit", [np.nan, np.inf])
 @pytest.mark.parametrize("where", [3, 130])  # in a matrix, in a bias
-def test_what_is_not_finite_is_seen_everywhere_and_not_remembered(culprit, where):
+def test_nonfinite_values_reach_all_ranks_and_no_state(culprit, where):
     def train(comm):
         reducer, clean = SCHEME.reducer(comm, PARTS), SCHEME.reducer(comm, PARTS)
         for step in range(2):
@@ -354,7 +354,7 @@ def test_any_magnitude_is_reduced(exponent):
     np.testing.assert_allclose(result, matrix, rtol=20 * ROUND, atol=20 * 2.0**-149)
 
 
-def test_zeros_stay_zeros_and_do_not_stay_for_ever():
+def test_zeros_stay_zeros_only_while_gradients_are_zero():
     """torch's hook keeps a factor of zeros, and a layer whose gradient was zero once is never sent again."""
     reducer = matrix_reducer(Alone(), 8, 10)
     zeros, matrix = np.zeros((8, 10), np.float32), np.outer(np.arange(1, 9), np.ones(10)).astype(np.float32)
@@ -365,7 +365,7 @@ def test_zeros_stay_zeros_and_do_not_stay_for_ever():
         reducer = matrix_reducer(Alone(), 8, 10)
 
 
-def test_state_moves_to_another_bucket():
+def test_state_is_loaded_into_another_bucket():
     other = [BucketPart(part.name, part.start + 17, part.shape) for part in reversed(PARTS)]
 
     def train(comm):
@@ -377,8 +377,8 @@ def test_state_moves_to_another_bucket():
         successor.load({**state, "unknown": {"residual": np.ones(3, np.float32)}})
         assert successor.state().keys() == state.keys() == {"w", "v"}
         assert state["w"]["residual"].shape == (12, 5, 2) and state["w"]["q"].shape == (2, 10)
-        for name, found in successor.state().items():
-            for what, array in found.items():
+        for name, state_ in successor.state().items():
+            for what, array in state_.items():
                 np.testing.assert_array_equal(array, state[name][what])
         values, moved = bucket(comm.rank, 3), np.zeros(COUNT + 17, np.float32)
         moved[17:] = values
@@ -405,11 +405,11 @@ def test_state_moves_to_another_bucket():
         ((100, 50), {"rank": 9}, 9),
     ],
 )
-def test_what_is_compressed(shape, options, rank):
+def test_only_larger_matrices_are_compressed(shape, options, rank):
     assert PowerSGD(**options).rank_of(shape) == rank
 
 
-def test_name_says_what_differs():
+def test_names_differ_with_options():
     assert PowerSGD().name == "powersgd:rank=4"
     scheme = PowerSGD(2, start=10, feedback=False)
     assert scheme.name == "powersgd:rank=2,start=10,feedback=False"
@@ -417,6 +417,6 @@ def test_name_says_what_differs():
 
 
 @pytest.mark.parametrize("options", [{"rank": 0}, {"min_compression_rate": 0}, {"start": -1}, {"epsilon": 1}])
-def test_wrong_options(options):
+def test_wrong_options_are_refused(options):
     with pytest.raises(UsageError, match=next(iter(options))):
         PowerSGD(**options)

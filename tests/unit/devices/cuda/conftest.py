@@ -18,7 +18,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture(autouse=True)
 def well_behaved() -> Iterator[None]:
-    """Fail a test in which the stand-in saw what a GPU would not forgive."""
+    """Fail a test in which the stand-in saw an access that is an error on a GPU."""
     races = standin.ENGINE.races
     yield
     assert standin.ENGINE.races == races

@@ -1,4 +1,4 @@
-"""Arrays of any library on the GPU are taken without a copy, in order with whoever makes their contents."""
+"""Arrays of any library on the GPU are taken without a copy, in order with the stream that writes their contents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ByInterface:
 
 
 class Capsule(ctypes.Structure):
-    """DLManagedTensor, as far as anybody reads it here."""
+    """DLManagedTensor, as far as it is read here."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -57,7 +57,7 @@ class Capsule(ctypes.Structure):
 
 
 class ByDlpack:
-    """An array of a library that has only DLPack. `asked`: for which streams it was asked to be there."""
+    """An array of a library that has only DLPack. `asked`: the streams it was requested for."""
 
     def __init__(self, array, strides=None, index=0, code=2, kind=dlpack.CUDA):
         self.array, self.strides, self.index, self.code, self.kind, self.asked = array, strides, index, code, kind, []
@@ -81,7 +81,7 @@ class ByDlpack:
         return new(ctypes.addressof(self.tensor), b"dltensor", None)
 
 
-def test_cupys_arrays_are_the_same_memory(gpu):
+def test_cupy_arrays_share_memory(gpu):
     for dtype in DTYPES:
         x = gpu.device.empty((3, 4), NUMPY[dtype])
         array = as_contiguous(x, "test")
@@ -90,13 +90,13 @@ def test_cupys_arrays_are_the_same_memory(gpu):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_by_their_interface(gpu, dtype):
+def test_arrays_with_an_interface_share_memory(gpu, dtype):
     x = gpu.put(np.ones((5, 2), NUMPY[dtype]))
     array = as_contiguous(ByInterface(x), "test")
     assert (array.address, array.shape, array.dtype) == (x.data.ptr, (5, 2), NUMPY[dtype])
 
 
-def test_bfloat16_by_dlpack(gpu):
+def test_dlpack_arrays_can_be_bfloat16(gpu):
     x = gpu.put(np.ones((5, 2), ml_dtypes.bfloat16))
     array = as_contiguous(ByDlpack(x, code=4), "test")
     assert (array.address, array.shape, array.dtype) == (x.data.ptr, (5, 2), NUMPY["bfloat16"])
@@ -104,7 +104,7 @@ def test_bfloat16_by_dlpack(gpu):
 
 
 class WithoutStreams(ByDlpack):
-    """As TensorFlow's: it takes no stream, so contents are there for the default one."""
+    """As TensorFlow's: it takes no stream, so contents are ready on the default stream."""
 
     def __dlpack__(self, stream=None):
         if stream is not None:
@@ -112,8 +112,8 @@ class WithoutStreams(ByDlpack):
         return super().__dlpack__()
 
 
-def test_a_library_that_takes_no_stream(gpu, monkeypatch):
-    """Its contents come to be on the default stream; another one that is current waits for that."""
+def test_a_library_without_streams_uses_the_default_stream(gpu, monkeypatch):
+    """Its contents are written on the default stream; another current stream waits for that."""
     monkeypatch.setattr(standin.ENGINE, "delay", 0.05)
     with gpu.device.using(gpu.device.existing(0)):
         x = gpu.put(np.full(70_000, 3, np.float32))  # late
@@ -124,13 +124,13 @@ def test_a_library_that_takes_no_stream(gpu, monkeypatch):
             as_writable(WithoutStreams(x), "test", "out")
 
 
-def test_what_is_on_the_host_stays_there(gpu):
+def test_host_arrays_stay_on_the_host(gpu):
     x = np.ones(3, np.float32)
     assert lookup(x) is None and device_of(x) is HOST and device_of([1.0]) is HOST
     assert lookup(ByDlpack(gpu.put(x), kind=dlpack.CPU)) is None
 
 
-def test_what_is_wrong_is_said(gpu):
+def test_wrong_arrays_are_refused(gpu):
     x = gpu.put(np.ones((4, 4), np.float32))
     for odd, words in [
         (ByInterface(x, strides=(4, 16)), "not contiguous"),
@@ -154,8 +154,8 @@ def test_one_process_uses_one_gpu(gpu):
     assert process.find_used() is gpu.device is device_named("cuda", "test") and "cuda" in streams()
 
 
-def test_the_stream_of_the_contents_is_waited_for(gpu, slowly):
-    """That which the interface names, or that which DLPack is asked to be ready for."""
+def test_the_stream_of_the_contents_is_awaited(gpu, slowly):
+    """The stream that the interface names, or the stream passed to DLPack."""
     device, x = gpu.device, gpu.device.empty((100,), "float32")
     theirs = device.stream()
     with device.using(theirs):
@@ -163,14 +163,14 @@ def test_the_stream_of_the_contents_is_waited_for(gpu, slowly):
     with device.using(device.stream()):
         copied = as_contiguous(ByInterface(x, stream=theirs.raw.ptr), "test").copy().owner
         np.testing.assert_array_equal(gpu.fetch(gpu.cupy.ndarray((100,), "float32", copied.data)), 7)
-        asked = ByDlpack(x)
-        as_contiguous(asked, "test")
-        assert asked.asked == [device.current().raw.ptr]
-    as_contiguous(asked, "test")
-    assert asked.asked[-1] == 1  # the default stream has this number there
+        requested = ByDlpack(x)
+        as_contiguous(requested, "test")
+        assert requested.asked == [device.current().raw.ptr]
+    as_contiguous(requested, "test")
+    assert requested.asked[-1] == 1  # the default stream has this number there
 
 
-def test_writing_where_somebody_else_goes_on_is_refused(gpu):
+def test_writing_to_memory_of_a_foreign_stream_is_refused(gpu):
     x = gpu.put(np.ones(4, np.float32))
     with pytest.raises(UsageError, match=r"in use on stream 0x.*make its stream CuPy's current one"):
         as_writable(ByInterface(x, stream=gpu.device.stream().raw.ptr), "test")
@@ -180,7 +180,7 @@ def test_writing_where_somebody_else_goes_on_is_refused(gpu):
         assert as_writable(ByInterface(x, stream=same), "test").size == 4
 
 
-def test_a_library_may_say_what_its_current_stream_is(gpu, slowly):
+def test_a_library_may_report_its_current_stream(gpu, slowly):
     class Tensor(ByInterface):
         pass
 
@@ -198,7 +198,7 @@ def test_a_library_may_say_what_its_current_stream_is(gpu, slowly):
         assert as_writable(Tensor(x), "test").size == 100
 
 
-def test_every_verb_takes_them(gpu):
+def test_every_verb_accepts_foreign_arrays(gpu):
     """Results are CuPy's; `out` may be of any library."""
 
     class Foreign:

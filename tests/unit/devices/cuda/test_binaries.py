@@ -21,18 +21,18 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compilations(gpu, monkeypatch):
-    """Return the options of all that NVRTC is asked for."""
-    found, compile = [], gpu.cupy.cuda.nvrtc.compileProgram
+    """Return the options of all compilations by NVRTC."""
+    recorded, compile = [], gpu.cupy.cuda.nvrtc.compileProgram
 
     def noting(prog, options):
-        found.append(options)
+        recorded.append(options)
         compile(prog, options)
 
     monkeypatch.setattr(gpu.cupy.cuda.nvrtc, "compileProgram", noting)
-    return found
+    return recorded
 
 
-def test_it_is_compiled_once(gpu, cache, compilations):
+def test_a_kernel_is_compiled_once(gpu, cache, compilations):
     text = expand_source("fill.cu")
     path = binary(gpu.cupy, text, DEFINES, 90, "fill.cu")
     assert path == binary(gpu.cupy, text, DEFINES, 90, "fill.cu") and path.startswith(str(cache))
@@ -42,19 +42,19 @@ def test_it_is_compiled_once(gpu, cache, compilations):
     assert len(compilations) == 3
 
 
-def test_a_launcher_that_comes_later_compiles_nothing(gpu, cache, compilations):
+def test_a_later_launcher_compiles_nothing(gpu, cache, compilations):
     x = gpu.device.empty((100,), "uint32")
     at, count = np.uint64(x.data.ptr), np.uint64(100)
     for value in (5, 6):
         launcher = CupyLauncher(gpu.device, gpu.cupy)
         launcher.launch("fill.cu", "fill", {"ELEMENT": "u32"}, 4, at, count, np.uint32(value))
         np.testing.assert_array_equal(gpu.fetch(x), value)
-    launcher.launch("fill.cu", "fill", {"ELEMENT": "u32"}, 0, at, count, np.uint32(9))  # of no workers
+    launcher.launch("fill.cu", "fill", {"ELEMENT": "u32"}, 0, at, count, np.uint32(9))  # with no workers
     np.testing.assert_array_equal(gpu.fetch(x), 6)
     assert len(compilations) == 1
 
 
-def test_where_nothing_can_be_kept(gpu, cache, compilations):
+def test_without_a_cache_each_launcher_compiles(gpu, cache, compilations):
     cache.parent.mkdir()
     cache.write_text("a file is in the way")
     path = binary(gpu.cupy, expand_source("fill.cu"), DEFINES, 90, "fill.cu")
@@ -62,24 +62,24 @@ def test_where_nothing_can_be_kept(gpu, cache, compilations):
     gpu.cupy.RawModule(path=path).get_function("fill")
 
 
-def test_what_others_may_change_is_not_used(gpu, cache, compilations):
+def test_binaries_that_others_can_change_are_ignored(gpu, cache, compilations):
     binary(gpu.cupy, expand_source("fill.cu"), DEFINES, 90, "fill.cu")
     cache.chmod(0o777)
     assert not binary(gpu.cupy, expand_source("fill.cu"), DEFINES, 90, "fill.cu").startswith(str(cache))
     assert len(compilations) == 2
 
 
-def test_a_gpu_that_nvrtc_does_not_know_yet(gpu, cache, monkeypatch):
-    """It gets PTX of the newest that NVRTC knows."""
-    found = []
+def test_a_newer_gpu_gets_ptx(gpu, cache, monkeypatch):
+    """It gets PTX for the newest architecture that NVRTC supports."""
+    architectures = []
     nvrtc = gpu.cupy.cuda.nvrtc
-    monkeypatch.setattr(nvrtc, "compileProgram", lambda prog, options: found.append(options[-1]))
+    monkeypatch.setattr(nvrtc, "compileProgram", lambda prog, options: architectures.append(options[-1]))
     monkeypatch.setattr(nvrtc, "getPTX", lambda prog: b"ptx")
     path = binary(gpu.cupy, expand_source("fill.cu"), DEFINES, 250, "fill.cu")
     newest = max(int(arch) for arch in nvrtc.getSupportedArchs())
-    assert found == [f"-arch=compute_{newest}"] and path.endswith(".ptx")
+    assert architectures == [f"-arch=compute_{newest}"] and path.endswith(".ptx")
 
 
-def test_what_nvrtc_says_is_told(gpu, cache):
+def test_errors_of_nvrtc_are_reported(gpu, cache):
     with pytest.raises(TransportError, match=r"(?s)does not compile odd.cu with .*no_such_type"):
         binary(gpu.cupy, "no_such_type x;\n", OPTIONS, 90, "odd.cu")

@@ -1,4 +1,4 @@
-"""The GPU's memory, streams and copies: what is early, what is late, what is freed, and what is said of too little."""
+"""The GPU's memory, streams and copies: their order, when memory is freed, and errors for too little memory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_copies_are_late_and_in_order(gpu, slowly):
     np.testing.assert_array_equal(gpu.fetch(x), 5)
 
 
-def test_memory_stays_as_it_is_while_a_kernel_reads_it(gpu, slowly):
-    """Whoever writes it later, and however early that is queued."""
+def test_memory_does_not_change_while_a_kernel_reads_it(gpu, slowly):
+    """For any later writer, however early its write is queued."""
     x, out = gpu.put(np.full(1000, 3, np.float32)), gpu.device.empty((1000,), "float32")
     gpu.fetch(x)  # no copy to it is under way when the kernel is queued
     block = gpu.device.staging(4000)
@@ -49,13 +49,13 @@ def test_pinned_memory_stays_while_a_copy_reads_it(gpu, slowly):
     gpu.device.copy(gpu.device.wrap(x, "x"), block)
     del block
     gc.collect()
-    others = [gpu.device.staging(4000) for _ in range(4)]  # of which one would have that memory
+    others = [gpu.device.staging(4000) for _ in range(4)]  # one of these would reuse that memory
     for other in others:
         other[:] = 0
     np.testing.assert_array_equal(gpu.fetch(x), 3)
 
 
-def test_pinned_memory_is_given_back(gpu):
+def test_pinned_memory_is_released(gpu):
     on_the_stand_in(gpu)
     block = gpu.device.staging(64)
     block[:] = 1
@@ -64,14 +64,14 @@ def test_pinned_memory_is_given_back(gpu):
     assert (view == 1).all()  # it is still used
 
 
-def test_copies_of_other_lengths_are_refused(gpu):
+def test_copies_of_different_lengths_are_refused(gpu):
     x, y = (gpu.device.wrap(gpu.device.empty((n,), "float32"), "x") for n in (3, 4))
     with pytest.raises(ValueError, match="16 bytes do not fit into 12"):
         gpu.device.copy(x, y)
 
 
-def test_threads_that_copy_at_once(gpu):
-    """What one of them keeps no other one gives back."""
+def test_threads_can_copy_concurrently(gpu):
+    """No thread releases memory that another one uses."""
     arrays = [gpu.device.wrap(gpu.device.empty((500,), "float32"), "x") for _ in range(4)]
     wrong: list[float] = []
 
@@ -96,17 +96,17 @@ def test_threads_that_copy_at_once(gpu):
 
 
 def test_each_thread_has_a_stream_of_its_own(gpu):
-    device, found = gpu.device, []
+    device, streams = gpu.device, []
     with device.using(device.stream()):
         here = device.current()
-        thread = threading.Thread(target=lambda: found.append(device.current()))
+        thread = threading.Thread(target=lambda: streams.append(device.current()))
         thread.start()
         thread.join()
-    assert here != found[0] == device.current()
+    assert here != streams[0] == device.current()
     assert device.existing(here.raw.ptr) == here and hash(device.existing(here.raw.ptr)) == hash(here)
 
 
-def test_events_say_what_has_run(gpu, slowly):
+def test_events_report_completion(gpu, slowly):
     gpu.fill(gpu.device.empty((10,), "float32"), 1)
     event = gpu.device.current().record()
     on_the_stand_in(gpu)
@@ -115,7 +115,7 @@ def test_events_say_what_has_run(gpu, slowly):
     assert event.done()
 
 
-def test_too_little_memory_is_ours_to_report(gpu):
+def test_too_little_memory_raises_an_error_of_commlib(gpu):
     on_the_stand_in(gpu)
     pool = gpu.cupy.get_default_memory_pool()
     pool.set_limit(size=pool.used_bytes() + 1000)
@@ -130,7 +130,7 @@ def test_too_little_memory_is_ours_to_report(gpu):
         pool.set_limit(size=None)
 
 
-def test_work_orders_the_callers_stream_or_blocks(gpu, slowly):
+def test_a_work_orders_the_callers_stream_or_blocks(gpu, slowly):
     def check(comm):
         with gpu.device.using(gpu.device.stream()):
             x = gpu.put(np.full(10, comm.rank + 1.0))
@@ -145,8 +145,8 @@ def test_work_orders_the_callers_stream_or_blocks(gpu, slowly):
     run(2, check)
 
 
-def test_nothing_grows(gpu):
-    """Whatever is made for a call is given back; some thousands of calls are in the full run."""
+def test_memory_does_not_grow(gpu):
+    """All memory of a call is released; the full run makes some thousands of calls."""
 
     def used(x):
         gpu.fetch(x)

@@ -9,23 +9,23 @@ import pytest
 from commlib.errors import TransportError
 
 
-def test_in_its_own_process_it_is_opened_as_it_is(gpu):
+def test_exported_memory_opens_in_its_own_process(gpu):
     runtime = gpu.cupy.cuda.runtime
     before = runtime.memGetInfo()[0]
-    made = gpu.device.export(100_000)
+    exported = gpu.device.export(100_000)
     assert runtime.memGetInfo()[0] < before
-    opened = gpu.device.open(made.handle)
-    assert opened.address == made.address
+    opened = gpu.device.open(exported.handle)
+    assert opened.address == exported.address
     x = gpu.device.at(opened.address, (1000,), "float32", opened)
     gpu.fill(x, 3)
     assert (gpu.fetch(x) == 3).all()
     for _ in range(2):
         opened.close()
-        made.free()
+        exported.free()
     assert runtime.memGetInfo()[0] == before
 
 
-def test_what_cannot_be_made_is_told(gpu, monkeypatch):
+def test_an_allocation_error_is_reported(gpu, monkeypatch):
     runtime = gpu.cupy.cuda.runtime
 
     def too_little(size):
@@ -36,10 +36,10 @@ def test_what_cannot_be_made_is_told(gpu, monkeypatch):
         gpu.device.export(4000)
 
 
-def test_what_cannot_be_opened_is_told(gpu, monkeypatch):
+def test_an_open_error_is_reported(gpu, monkeypatch):
     runtime = gpu.cupy.cuda.runtime
-    made = gpu.device.export(4000)
-    process, *rest = json.loads(made.handle)
+    exported = gpu.device.export(4000)
+    process, *rest = json.loads(exported.handle)
 
     def refused(handle, *flags):
         raise runtime.CUDARuntimeError(101)
@@ -47,4 +47,4 @@ def test_what_cannot_be_opened_is_told(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", refused)
     with pytest.raises(TransportError, match=rf"cannot open memory of process {process + 1} on GPU 0"):
         gpu.device.open(json.dumps([process + 1, *rest]))
-    made.free()
+    exported.free()

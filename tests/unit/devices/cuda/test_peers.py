@@ -1,4 +1,4 @@
-"""Memory that two processes share on a GPU: who may free it, and when."""
+"""Memory that two processes share on a GPU: when each of them may free it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.cuda.peer import Peer
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    found = Peer()
-    yield found
-    found.end()
+    peer_ = Peer()
+    yield peer_
+    peer_.end()
     peers.sweep()
 
 
 @pytest.fixture
 def free(gpu):
-    """Return what tells how much memory the GPU has."""
+    """Return a function that gives the free memory of the GPU."""
     return lambda: gpu.cupy.cuda.runtime.memGetInfo()[0]
 
 
@@ -33,7 +33,7 @@ def share(gpu, peer):
     return memory
 
 
-def test_it_is_zero_and_another_processs_is_seen(gpu, peer):
+def test_shared_memory_is_zero_and_shows_the_peers_writes(gpu, peer):
     memory = share(gpu, peer)
     assert len(memory.bases) == 2 and memory.nbytes == 4000
     for base in memory.bases:
@@ -46,7 +46,7 @@ def test_it_is_zero_and_another_processs_is_seen(gpu, peer):
     assert peer.hear() == "closed"
 
 
-def test_it_is_freed_when_the_others_have_closed_it(gpu, peer, free):
+def test_memory_is_freed_after_all_peers_closed_it(gpu, peer, free):
     before = free()
     memory = share(gpu, peer)
     assert free() < before
@@ -59,7 +59,7 @@ def test_it_is_freed_when_the_others_have_closed_it(gpu, peer, free):
     assert free() == before
 
 
-def test_it_is_freed_when_a_process_that_had_it_open_is_gone(gpu, peer, free):
+def test_memory_is_freed_after_a_peer_died(gpu, peer, free):
     before = free()
     memory = share(gpu, peer)
     peer.end()
@@ -68,7 +68,7 @@ def test_it_is_freed_when_a_process_that_had_it_open_is_gone(gpu, peer, free):
     assert free() == before
 
 
-def test_arrays_may_outlive_whoever_made_it(gpu, peer, free):
+def test_arrays_may_outlive_their_memory_object(gpu, peer, free):
     before = free()
     memory = share(gpu, peer)
     x = gpu.device.at(memory.bases[0], (1000,), np.dtype(np.float32), memory)
@@ -82,7 +82,7 @@ def test_arrays_may_outlive_whoever_made_it(gpu, peer, free):
     assert free() == before
 
 
-def test_what_one_rank_cannot_make_all_are_told(gpu, peer, free, monkeypatch):
+def test_an_allocation_error_is_raised_on_all_ranks(gpu, peer, free, monkeypatch):
     before, runtime = free(), gpu.cupy.cuda.runtime
 
     def too_little(size):
@@ -94,12 +94,12 @@ def test_what_one_rank_cannot_make_all_are_told(gpu, peer, free, monkeypatch):
         TransportError, match=r"cannot make 4000 bytes.*rank 0 of the node, GPU 0.*CUDA_VISIBLE_DEVICES"
     ):
         gpu.device.share(4000, 0, peer.gather)
-    peer.tell(None)  # they meet before anything is freed
+    peer.tell(None)  # they synchronise before anything is freed
     assert "rank 0 of the node" in read_error(peer)
     assert free() == before
 
 
-def test_what_one_rank_cannot_open_all_are_told(gpu, peer, free, monkeypatch):
+def test_an_open_error_is_raised_on_all_ranks(gpu, peer, free, monkeypatch):
     before, runtime = free(), gpu.cupy.cuda.runtime
 
     def refused(handle, *flags):
@@ -113,10 +113,10 @@ def test_what_one_rank_cannot_open_all_are_told(gpu, peer, free, monkeypatch):
     assert "cannot open" in read_error(peer)
     monkeypatch.undo()
     assert free() == before
-    share(gpu, peer).close()  # and it may go well the next time
+    share(gpu, peer).close()  # a later attempt may succeed
 
 
 def read_error(peer):
-    while not isinstance(told := peer.hear(), str):
+    while not isinstance(answer := peer.hear(), str):
         pass
-    return told
+    return answer

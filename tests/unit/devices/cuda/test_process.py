@@ -1,4 +1,4 @@
-"""A process without CuPy or without a GPU is told so, where it asks for one."""
+"""A process without CuPy or without a GPU gets an error where it requests a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ INTERFACE = (
         ('comm.empty(3, device="gpu")', "'gpu' is not a registered kind of device"),
     ],
 )
-def test_without_cupy(call, words):
+def test_requests_without_cupy_are_errors(call, words):
     done = subprocess.run([sys.executable, "-c", PROGRAM.format(call=call)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout

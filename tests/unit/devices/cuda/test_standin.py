@@ -1,4 +1,4 @@
-"""CuPy's stand-in has CuPy's names and arguments; the driver's operation is laid out as the driver's header says."""
+"""CuPy's stand-in has CuPy's names and arguments; the driver's operation matches the layout in the driver's header."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from commlib.devices.cuda import signals
 from tests.cuda import build, standin
 
-# Of classes, what commlib calls; `late` and `peek` are the stand-in's own.
+# The attributes of classes that commlib uses; `late` and `peek` exist only in the stand-in.
 CLASSES = {
     "Device": ("use", "__enter__", "__exit__", "compute_capability"),
     "Event": ("record", "synchronize", "done"),
@@ -62,8 +62,8 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def real():
-    """Return what the real CuPy has, from an interpreter that has it: this one, or that of GPU_TEST_CUPY."""
-    installed = PathFinder.find_spec("cupy") is not None  # whatever stands in for it in this process
+    """Return the names and signatures of the real CuPy, from this interpreter or the one in GPU_TEST_CUPY."""
+    installed = PathFinder.find_spec("cupy") is not None  # also with the stand-in in this process
     python = os.environ.get("GPU_TEST_CUPY", sys.executable if installed else "")
     if not python:
         pytest.skip("CuPy is not installed, and GPU_TEST_CUPY names no interpreter that has it")
@@ -82,9 +82,9 @@ def arguments(signature: str) -> list[str]:
     return [each.split("=")[0].split(":")[0].split()[-1] for each in inside[1].split(",") if each.strip()]
 
 
-def test_functions_have_the_same_arguments(real):
-    for name, told in real.items():
-        if name.startswith("runtime.") and isinstance(told, str):
+def test_functions_match_cupys_arguments(real):
+    for name, documented in real.items():
+        if name.startswith("runtime.") and isinstance(documented, str):
             ours = getattr(standin.runtime, name.removeprefix("runtime."))
         elif name.startswith("nvrtc."):
             ours = getattr(standin.Nvrtc, name.removeprefix("nvrtc."))
@@ -94,13 +94,13 @@ def test_functions_have_the_same_arguments(real):
             ours = getattr(standin.driver, name.removeprefix("driver."))
         else:
             continue
-        assert list(inspect.signature(ours).parameters) == arguments(told), name
+        assert list(inspect.signature(ours).parameters) == arguments(documented), name
 
 
-def test_names_and_numbers_are_the_same(real):
-    for name, told in real.items():
-        if name.startswith("runtime.") and isinstance(told, int):
-            assert getattr(standin.runtime, name.removeprefix("runtime.")) == told, name
+def test_names_and_constants_match_cupys(real):
+    for name, documented in real.items():
+        if name.startswith("runtime.") and isinstance(documented, int):
+            assert getattr(standin.runtime, name.removeprefix("runtime.")) == documented, name
     assert all(real[name] for name in (*(f"class {kind}" for kind in CLASSES), "ndarray", "pool", "errors", "kernel"))
     assert "str path=None" in real["RawModule"]
 
@@ -111,7 +111,7 @@ HEADER = next(
 
 
 @pytest.mark.skipif(HEADER is None, reason="there is no cuda.h")
-def test_the_drivers_operation_is_laid_out_as_its_header_says(tmp_path):
+def test_the_drivers_operation_matches_the_header(tmp_path):
     names = ("operation", "address", "value", "flags")
     code = f"""
     #include <cuda.h>
@@ -129,8 +129,8 @@ def test_the_drivers_operation_is_laid_out_as_its_header_says(tmp_path):
     assert HEADER is not None and signals.OPERATION.fields is not None
     compiler = [build.compiler(), "-shared", "-fPIC", f"-I{HEADER.parent}", "-Wno-invalid-offsetof"]
     subprocess.run([*compiler, str(source), "-o", str(library)], check=True)
-    found = np.zeros(12, np.int64)
-    ctypes.CDLL(str(library)).layout(ctypes.c_void_p(found.ctypes.data))
+    layout = np.zeros(12, np.int64)
+    ctypes.CDLL(str(library)).layout(ctypes.c_void_p(layout.ctypes.data))
     offsets = [signals.OPERATION.fields[name][1] for name in names]
     numbers = [signals.OPERATION.itemsize, signals.WAIT_VALUE_32, signals.WRITE_VALUE_32, 0]
-    assert found.tolist() == [*numbers, *offsets, *offsets]
+    assert layout.tolist() == [*numbers, *offsets, *offsets]

@@ -1,4 +1,4 @@
-"""What is queued again with less ado: the same copies and kernels, on the stream that is current then."""
+"""Recorded copies and kernels, queued again at low cost on the current stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def array(gpu, value, count=1000, dtype="float32"):
     return x, gpu.device.wrap(x, "x")
 
 
-def test_it_is_queued_each_time_and_not_before(gpu):
+def test_a_tape_queues_work_at_each_run_only(gpu):
     (a, there), (_, other), (c, target), (d, copied) = (array(gpu, value) for value in (1, 2, 0, 0))
 
     def run():
@@ -36,21 +36,21 @@ def test_it_is_queued_each_time_and_not_before(gpu):
         np.testing.assert_array_equal(gpu.fetch(d), value + 2)
 
 
-def test_it_goes_to_the_stream_that_is_current_then(gpu, slowly):
+def test_a_tape_runs_on_the_current_stream(gpu, slowly):
     _, there = array(gpu, 0)
     x, target = array(gpu, 0)
     again = gpu.device.repeatable(lambda: gpu.device.copy(target, there))
     gpu.fetch(x)
     stream = gpu.device.stream()
     with gpu.device.using(stream):
-        for value in range(5):  # in the order of this stream, or it would copy what is not there yet
+        for value in range(5):  # in the order of this stream, or it would copy data before its arrival
             gpu.device.kernels.fill(there, value)
             again()
             np.testing.assert_array_equal(gpu.fetch(x), value)
 
 
-def test_more_arrays_than_fit_among_the_arguments(gpu):
-    """Their addresses are in memory of the device, which is taken anew each time: nobody else uses it meanwhile."""
+def test_a_tape_can_have_more_arrays_than_arguments(gpu):
+    """Their addresses are in memory of the device, which is allocated for each run: nothing else uses it meanwhile."""
     arrays = [array(gpu, number + 1, count=33) for number in range(40)]
     x, target = array(gpu, 0, count=33)
     operands = [there for _, there in arrays]
@@ -64,7 +64,7 @@ def test_more_arrays_than_fit_among_the_arguments(gpu):
     assert rubbish
 
 
-def test_other_threads_queue_meanwhile(gpu):
+def test_other_threads_can_queue_during_recording(gpu):
     (a, there), (_, other) = array(gpu, 1), array(gpu, 2)
 
     def run():
@@ -79,16 +79,16 @@ def test_other_threads_queue_meanwhile(gpu):
     np.testing.assert_array_equal(gpu.fetch(a), 2)
 
 
-def test_what_the_host_reads_cannot_be_queued_again(gpu):
+def test_host_reads_cannot_be_recorded(gpu):
     _, there = array(gpu, 1)
     with pytest.raises(AssertionError, match="no results for the host to read"):
         gpu.device.repeatable(lambda: gpu.device.kernels.squares(there))
     x, target = array(gpu, 0)
-    gpu.device.kernels.fill(target, 4)  # it is queued as ever
+    gpu.device.kernels.fill(target, 4)  # it is queued as usual
     np.testing.assert_array_equal(gpu.fetch(x), 4)
 
 
-def test_few_are_remembered(gpu):
+def test_few_tapes_are_cached(gpu):
     repeats, ran = LaunchReplay(gpu.device), list[Any]()
     for key in [*range(70), 69, 69]:
         repeats.queue(key, partial(ran.append, key))

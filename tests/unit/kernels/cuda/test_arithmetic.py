@@ -37,20 +37,20 @@ def convertible(source: str, target: str) -> Any:
         magnitudes = 2 ** random.uniform(-3, min(8 * kind.itemsize - 1, 15), 2000)
         signs = 1 if target.startswith("u") else random.choice([-1, 1], 2000)
         return np.append(magnitudes * signs, [0, -0.0, -0.5, 0.99]).astype(NUMPY[source])
-    made = values(source, 2000, 1)
+    numbers = values(source, 2000, 1)
     if source == "bool":
-        return made.view(np.uint8).astype(bool)  # ml_dtypes makes 2.0 of a byte 2
+        return numbers.view(np.uint8).astype(bool)  # ml_dtypes reads a byte 2 as 2.0
     if source in ("float32", "float64"):
         tiny = 2.0**-22 if source == "float32" else 2.0**-40
         middles = 1 + (2 * np.arange(4096) + 1) * 2.0**-11
         middles = np.concatenate([middles, np.ldexp(middles, -20), 65520 * middles[:1], 1 + middles * 2.0**-8])
         near = np.outer(middles, [1, 1 + tiny, 1 - tiny]).ravel()
-        made = np.concatenate([made, near.astype(NUMPY[source])])
-    return made
+        numbers = np.concatenate([numbers, near.astype(NUMPY[source])])
+    return numbers
 
 
 @pytest.mark.parametrize("source, target", CASTS)
-def test_cast(source: str, target: str) -> None:
+def test_casts_match_the_host(source: str, target: str) -> None:
     x = convertible(source, target)
     for i, length in enumerate((*LENGTHS, len(x))):
         for places in ((0, 0), (1, 1), (3, 1)):
@@ -70,7 +70,7 @@ def test_float64_is_rounded_to_float16_once() -> None:
 
 
 def test_no_nan_becomes_a_number() -> None:
-    """Though all bits are set, as in what a GPU makes: rounding those as a number gives -0."""
+    """With all bits set, as in the NaN of a GPU: rounding those as a number gives -0."""
     x = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
     for target in ("float16", "bfloat16"):
         out = np.zeros(3, NUMPY[target])
@@ -80,7 +80,7 @@ def test_no_nan_becomes_a_number() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [0, 1])
-def test_fill(dtype: str, value: int) -> None:
+def test_fills_match_the_host(dtype: str, value: int) -> None:
     for i, length in enumerate(LENGTHS):
         x = values(dtype, length + 7, 0)
         expected = x.copy()
@@ -96,7 +96,7 @@ def scaled_parts(x: Any, factor: float) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scale(dtype: str) -> None:
+def test_scaling_matches_the_host(dtype: str) -> None:
     factors = (0.5, 3.0, -0.1, 1e-30, np.inf, np.nan) if NUMPY[dtype].kind in "fcV" else (0.5, 3.7)
     for factor in factors:
         for i, length in enumerate(LENGTHS):
@@ -113,8 +113,8 @@ def test_scale(dtype: str) -> None:
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("count, launches", [(0, 0), (1, 1), (7, 1), (200, 1), (450, 3)])
-def test_pack_and_unpack(workers: int, count: int, launches: int) -> None:
-    """Arrays of any length and dtype, some empty, one long; only what is packed is written."""
+def test_arrays_are_packed_and_unpacked(workers: int, count: int, launches: int) -> None:
+    """Arrays of any length and dtype, some empty, one long; nothing else is written."""
     random = np.random.default_rng(count)
     kinds = [("uint8", 1), ("float16", 1), ("float32", 3), ("float64", 0), ("complex128", 1)]
     arrays = []
@@ -138,17 +138,17 @@ def test_pack_and_unpack(workers: int, count: int, launches: int) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("length", [0, 1, 2047, 2048, 2049, 300_001, 5_000_003])
-def test_squares(dtype: str, length: int) -> None:
-    """As the host's, but for the order. Any order of that many additions errs by so many roundings at most."""
+def test_sums_of_squares_match_the_host(dtype: str, length: int) -> None:
+    """As on the host, but in another order. In any order, the error is at most one rounding per addition."""
     x = np.random.default_rng(length).standard_normal(length).astype(NUMPY[dtype])
-    found = {CudaKernels(HostLauncher(n)).squares(aside(x, place)) for n in WORKERS for place in (0, 1, 3)}
-    assert len(found) == 1, "the order depends on where an array lies, or on the device"
+    sums = {CudaKernels(HostLauncher(n)).squares(aside(x, place)) for n in WORKERS for place in (0, 1, 3)}
+    assert len(sums) == 1, "the order depends on where an array lies, or on the device"
     host, additions = length / 512 + 512, length / 2048 + 2 * 2048
-    assert found.pop() == pytest.approx(HOST.squares(x), rel=(host + additions) * 2.0**-53, abs=0)
+    assert sums.pop() == pytest.approx(HOST.squares(x), rel=(host + additions) * 2.0**-53, abs=0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_squares_of_what_is_exact_or_not_finite(dtype: str) -> None:
+def test_squares_of_exact_and_nonfinite_values_match(dtype: str) -> None:
     x = np.arange(-128, 5000 - 128) % 128
     array: Any = x.astype(NUMPY[dtype])
     assert CudaKernels(HostLauncher()).squares(array) == (x * x).sum()
@@ -158,13 +158,13 @@ def test_squares_of_what_is_exact_or_not_finite(dtype: str) -> None:
     assert np.isnan(CudaKernels(HostLauncher()).squares(array))
 
 
-def test_squares_of_other_dtypes() -> None:
+def test_squares_of_other_dtypes_are_refused() -> None:
     with pytest.raises(UsageError, match="floats, got int32"):
         CudaKernels(HostLauncher()).squares(np.ones(3, np.int32))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_is_finite(workers: int) -> None:
+def test_nonfinite_values_are_detected(workers: int) -> None:
     launcher = HostLauncher(workers)
     for length in LENGTHS:
         x = aside(np.full(length, 3e38, np.float32), length % 4)
@@ -179,7 +179,7 @@ def test_is_finite(workers: int) -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_add_momentum(nesterov: bool, in_place: bool) -> None:
+def test_momentum_matches_the_host(nesterov: bool, in_place: bool) -> None:
     for i, length in enumerate((*LENGTHS, 5000)):
         arrays = [aside(values("float32", length, 3 * i + k), (i + k * (i % 3)) % 4) for k in range(3)]
         arrays[1][~np.isfinite(arrays[1])] = 2

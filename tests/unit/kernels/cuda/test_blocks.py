@@ -24,7 +24,7 @@ def between_orders(rows: int, columns: int, run: int) -> BlockLayout:
 
 
 def copied(x: Any, target: Any, blocks: BlockLayout, workers: int = 1) -> Any:
-    """Return what CUDA's kernel writes; the host's writes the same."""
+    """Return the result of CUDA's kernel, which must equal the host's."""
     expected = target.copy()
     HOST.copy_blocks(x, expected, blocks)
     CudaKernels(HostLauncher(workers)).copy_blocks(x, target, blocks)
@@ -34,16 +34,16 @@ def copied(x: Any, target: Any, blocks: BlockLayout, workers: int = 1) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("workers", [1, 10_000])
-def test_dimensions_change_places(dtype: str, workers: int) -> None:
+def test_dimensions_are_transposed(dtype: str, workers: int) -> None:
     for run in RUNS:
         for shift in (0, 1):
             x = aside(values(dtype, 3 * 4 * run, run), shift)
-            found = copied(x, aside(np.zeros_like(x), 1 - shift), between_orders(4, 3, run), workers)
-            assert_same_bits(found, np.ascontiguousarray(x.reshape(3, 4, run).swapaxes(0, 1)).reshape(-1))
+            result = copied(x, aside(np.zeros_like(x), 1 - shift), between_orders(4, 3, run), workers)
+            assert_same_bits(result, np.ascontiguousarray(x.reshape(3, 4, run).swapaxes(0, 1)).reshape(-1))
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_what_lies_between_stays(run: int) -> None:
+def test_gaps_between_blocks_do_not_change(run: int) -> None:
     x, target = values("float32", 5 * 40 * run, 1), values("float32", 5 * 60 * run, 2)
     expected = target.reshape(5, 60 * run).copy()
     expected[:, 7 : 7 + 3 * run] = x.reshape(5, 40 * run)[:, 2 * run : 5 * run]
@@ -51,7 +51,7 @@ def test_what_lies_between_stays(run: int) -> None:
     assert_same_bits(target, expected.reshape(-1))
 
 
-def test_nothing() -> None:
+def test_empty_arrays_are_copied() -> None:
     nothing = np.zeros(0, NUMPY["float32"])
     copied(nothing, nothing, between_orders(0, 3, 5))
     copied(nothing, nothing, between_orders(4, 3, 0))

@@ -1,4 +1,4 @@
-"""Codecs on CUDA: the kernels' own files, compiled for the host, must give the bits that the host's kernels give."""
+"""Codecs on CUDA: the kernel sources, compiled for the host, must give the bits of the host's kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKERS = (1, 7, 10_000)
 GREATEST = np.finfo(np.float32).max
 LEAST = np.float32(2.0**-149)
 
-# code, greatest code, by norm, at random, and the lengths of blocks: some that lanes hold, some that they do not, some
+# code, greatest code, by norm, at random, and the lengths of blocks: some that fit lanes, some that do not, some
 # that several workers share.
 QUANTISED = [
     ("int8", 127.0, False, False, (8, 256, 264, 2048, 4096)),
@@ -91,17 +91,17 @@ def counts(block: int) -> list[int]:
     return [0, 1, 9, block - 1, block, block + 5, 3 * block, len(KINDS) * block + block // 2 + 3]
 
 
-def check_equal(found: Array, expected: Array) -> None:
+def check_equal(actual: Array, expected: Array) -> None:
     """Check that two arrays of float32 are the same, bit for bit; NaNs need not be."""
     nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(found), nan)
-    np.testing.assert_array_equal(found[~nan].view(np.uint32), expected[~nan].view(np.uint32))
+    np.testing.assert_array_equal(np.isnan(actual), nan)
+    np.testing.assert_array_equal(actual[~nan].view(np.uint32), expected[~nan].view(np.uint32))
 
 
 def check_encoding(kernel: str, x: Array, length: int, *how: Any) -> None:
     """Check CUDA's kernel(x, before, after, payload, *how) against the host's: without residual, with, and in place.
 
-    Payloads and arrays lie at several places of memory, and nothing around a payload may be touched.
+    Payloads and arrays have several offsets in memory, and nothing around a payload may be written.
     """
     for number, (residual, margin, shift) in enumerate(product(("none", "other", "same"), (16, 19), (0, 1))):
         mine = np.empty(len(x) + 5, np.float32)[shift : shift + len(x)]
@@ -128,19 +128,19 @@ def check_decoding(kernel: str, payload: Array, count: int, *how: Any) -> None:
     """Check CUDA's kernel(payload, out, *how, add) against the host's, as `check_encoding` does."""
     for number, (add, margin, shift) in enumerate(product((False, True), (0, 3), (0, 1))):
         start = np.linspace(-3, 5, count + 2, dtype=np.float32)
-        expected, found = start[shift : shift + count].copy(), start.copy()
+        expected, actual = start[shift : shift + count].copy(), start.copy()
         moved = np.concatenate([np.zeros(margin, np.uint8), payload])[margin:]
         getattr(HOST, kernel)(payload, expected, *how, add)
         cuda = CudaKernels(HostLauncher(WORKERS[number % 3]))
-        getattr(cuda, kernel)(moved, found[shift : shift + count], *how, add)
-        check_equal(found[shift : shift + count], expected)
-        np.testing.assert_array_equal(found[:shift], start[:shift])
-        np.testing.assert_array_equal(found[shift + count :], start[shift + count :])
+        getattr(cuda, kernel)(moved, actual[shift : shift + count], *how, add)
+        check_equal(actual[shift : shift + count], expected)
+        np.testing.assert_array_equal(actual[:shift], start[:shift])
+        np.testing.assert_array_equal(actual[shift + count :], start[shift + count :])
 
 
 @pytest.mark.parametrize("bfloat", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 3, 128, 1027])
-def test_narrow_and_widen(count, bfloat):
+def test_narrowing_and_widening_match_the_host(count, bfloat):
     values = hard(count, 1 + count // len(KINDS), 0)
     kind = np.dtype(ml_dtypes.bfloat16 if bfloat else np.float16)
     for x in (values, values * np.float32(2.0**-15), np.random.default_rng(1).permutation(values)):
@@ -155,12 +155,12 @@ def test_narrow_and_widen(count, bfloat):
 @pytest.mark.parametrize("bfloat", [False, True])
 def test_every_half_is_widened_and_narrowed_back(bfloat):
     halves = np.arange(1 << 16, dtype=np.uint16)
-    found, expected = np.empty((2, len(halves)), np.float32)
-    CudaKernels(HostLauncher()).widen(halves.view(np.uint8), found, bfloat, False)
+    actual, expected = np.empty((2, len(halves)), np.float32)
+    CudaKernels(HostLauncher()).widen(halves.view(np.uint8), actual, bfloat, False)
     HOST.widen(halves.view(np.uint8), expected, bfloat, False)
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
     narrowed, wanted = np.empty((2, 2 * len(halves)), np.uint8)
-    CudaKernels(HostLauncher()).narrow(found, None, None, narrowed, bfloat)
+    CudaKernels(HostLauncher()).narrow(actual, None, None, narrowed, bfloat)
     HOST.narrow(expected, None, None, wanted, bfloat)
     np.testing.assert_array_equal(narrowed, wanted)
 
@@ -168,14 +168,14 @@ def test_every_half_is_widened_and_narrowed_back(bfloat):
 @pytest.mark.parametrize("bfloat", [False, True])
 def test_nan_stays_the_same_nan(bfloat):
     x = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFC12345, 0x7F812345, 0x7FC00000], np.uint32).view(np.float32)
-    found, expected = np.zeros((2, 2 * len(x)), np.uint8)
-    CudaKernels(HostLauncher()).narrow(x, None, None, found, bfloat)
+    actual, expected = np.zeros((2, 2 * len(x)), np.uint8)
+    CudaKernels(HostLauncher()).narrow(x, None, None, actual, bfloat)
     HOST.narrow(x, None, None, expected, bfloat)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(("code", "top", "by_norm", "at_random", "block"), CASES)
-def test_quantise_and_restore(code, top, by_norm, at_random, block):
+def test_quantising_and_restoring_match_the_host(code, top, by_norm, at_random, block):
     for number, count in enumerate(counts(block)):
         seed = (0, -1, 2**63 - 1, 12345)[number % 4]
         how = block, code, top, by_norm, at_random, seed
@@ -206,7 +206,7 @@ def test_every_code_is_restored(code, block):
 
 
 @pytest.mark.parametrize("block", SIGNED)
-def test_signs_and_unsign(block):
+def test_signs_match_the_host(block):
     for number, count in enumerate(counts(block)):
         x = hard(count, block, number)
         length = 4 * -(-count // block) + -(-count // 8)
@@ -216,8 +216,8 @@ def test_signs_and_unsign(block):
         check_decoding("unsign", payload, count, block)
 
 
-def test_the_longest_blocks():
-    """A block of 2^20 elements, and one element less, are summed by halves as the host does it."""
+def test_the_longest_blocks_match_the_host():
+    """Blocks of 2^20 elements, and of one element less, are summed by halves as on the host."""
     block = 1 << 20
     for count in (block, block - 1):
         x = hard(count, count // 5, 0)[: count // 5 * 5]  # without infinities
@@ -232,7 +232,7 @@ def test_the_longest_blocks():
 
 
 @pytest.mark.parametrize("block", [256, 24])
-def test_no_chance_leads_beyond_the_greatest_code(block):
+def test_random_rounding_never_exceeds_the_greatest_code(block):
     """Where rounding makes the greatest value a little more than 127 units, one in 2^17 would become -128 units."""
     values = np.linspace(1, 2, 1000, dtype=np.float32)
     (value,) = values[values * (np.float32(1) / (values / np.float32(127))) > 127][:1]

@@ -19,25 +19,25 @@ from commlib.kernels.protocol import BlockLayout
 from tests.cuda.nvrtc import compiled
 from tests.oracles.oracle import REDUCIBLE
 
-# For the first, all that CudaKernels launches is compiled; for the others every sixteenth combination of defines of a
+# For the first, all kernels of CudaKernels are compiled; for the others every sixteenth combination of defines of a
 # source, at least one.
 FIRST, OTHERS = "sm_90", ("sm_70", "sm_80", "sm_100", "sm_120")
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
-COUNT = 5000  # elements, more than a worker's lanes hold
+COUNT = 5000  # elements, more than fit a worker's lanes
 
 Told = tuple[str, ...]
-"""Defines as a compiler is told them."""
+"""Defines as passed to a compiler."""
 
 
 class Recorder:
-    """A Launcher that notes what would be compiled. What it reads is zero."""
+    """A Launcher that records compilations. All memory it reads is zero."""
 
     def __init__(self) -> None:
         self.modules: dict[str, dict[Told, set[str]]] = {}  # of each source: the kernels that are launched
 
     def launch(self, source: str, kernel: str, defines: Defines, workers: int, *args: Any) -> None:
-        told = tuple(f"{name}={value}" for name, value in sorted(defines.items()))
-        self.modules.setdefault(source, {}).setdefault(told, set()).add(kernel)
+        defined = tuple(f"{name}={value}" for name, value in sorted(defines.items()))
+        self.modules.setdefault(source, {}).setdefault(defined, set()).add(kernel)
 
     def scratch(self, nbytes: int) -> Any:
         return np.zeros(nbytes, np.uint8)
@@ -110,27 +110,27 @@ def modules() -> dict[str, dict[Told, set[str]]]:
 
 
 def check(source: str, defines: Told, arch: str) -> None:
-    code, said = compiled(source, defines, arch)
+    code, log = compiled(source, defines, arch)
     for kernel in modules()[source][defines]:
         assert b"\0.text." + kernel.encode() + b"\0" in code, f"{source} has no kernel {kernel}"
-    assert not re.search(r"warning #", said), f"{source} {defines}:\n{said}"
+    assert not re.search(r"warning #", log), f"{source} {defines}:\n{log}"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def lanes() -> None:
-    """Nothing is run here."""
+    """No kernel runs here."""
 
 
 @pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_is_launched_compiles(source: str, step: int) -> None:
+def test_launched_kernels_compile(source: str, step: int) -> None:
     for defines in list(modules()[source])[::step]:
         check(source, defines, FIRST)
 
 
 @pytest.mark.parametrize("arch", OTHERS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_other_architectures(source: str, arch: str) -> None:
+def test_kernels_compile_for_other_architectures(source: str, arch: str) -> None:
     for defines in list(modules()[source])[::40]:
         check(source, defines, arch)
 
@@ -138,8 +138,8 @@ def test_other_architectures(source: str, arch: str) -> None:
 @pytest.mark.parametrize(
     "source", ["cast.cu", "finite.cu", "momentum.cu", "pack.cu", "reduce.cu", "rows.cu", "scale.cu"]
 )
-def test_runs_are_loaded_and_stored_at_once(source: str) -> None:
-    """The compiler once made one branch of those for aligned and for other addresses, and stored words one by one."""
+def test_runs_are_loaded_and_stored_as_vectors(source: str) -> None:
+    """The compiler once merged the branches for aligned and other addresses, and stored words one by one."""
     for defines in list(modules()[source])[::40]:
         ptx, _ = compiled(source, defines, "compute_90")
         words = {kind: set(re.findall(rf"\b{kind}[.\w]*\.v[24]\.\w+", ptx.decode())) for kind in ("ld", "st")}
@@ -147,8 +147,8 @@ def test_runs_are_loaded_and_stored_at_once(source: str) -> None:
         assert ".local" not in ptx.decode(), f"{source} {defines} keeps something in memory of its own"
 
 
-def test_an_error_and_a_warning_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else this file could not fail."""
+def test_errors_and_warnings_of_nvrtc_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise this file could never fail."""
     monkeypatch.setattr("commlib.kernels.cuda.sources.FOLDER", tmp_path)
     tmp_path.joinpath("wrong.cu").write_text('extern "C" __global__ void wrong() { int x = y; }')
     with pytest.raises(AssertionError, match='identifier "y" is undefined'):

@@ -27,26 +27,26 @@ def expected(dtype: str, op: str, operands: list[Any], divisor: int) -> Any:
 
 
 @pytest.mark.parametrize("dtype, op", PAIRS)
-def test_any_lengths_addresses_and_numbers_of_operands(dtype: str, op: str) -> None:
+def test_reductions_match_the_host(dtype: str, op: str) -> None:
     op, launcher = kernel_operation(dtype, op), HostLauncher()
     for length in LENGTHS:
         for n in range(1, 7):
             launcher.most_workers = WORKERS[n % len(WORKERS)]
-            # All alike far from a multiple of 16 bytes, or each elsewhere.
+            # All at the same offset from a multiple of 16 bytes, or each at its own.
             for places in ([length % 3] * (n + 1), range(n, -1, -1)):
                 operands = [aside(values(dtype, length, n + k), places[k]) for k in range(n)]
-                kept, divisor = [x.copy() for x in operands], n + length % 2
+                originals, divisor = [x.copy() for x in operands], n + length % 2
                 target = aside(values(dtype, length, 99), places[n])
                 CudaKernels(launcher).reduce(dtype, op, divisor, operands, target)
-                assert_same_bits(target, expected(dtype, op, kept, divisor))
-                for x, before in zip(operands, kept, strict=True):
+                assert_same_bits(target, expected(dtype, op, originals, divisor))
+                for x, before in zip(operands, originals, strict=True):
                     np.testing.assert_array_equal(x.view(np.uint8), before.view(np.uint8))
     assert len(launcher.launches) == 2 * 6 * (len(LENGTHS) - 1)
 
 
 @pytest.mark.parametrize("dtype, op", PAIRS)
-def test_into_operands(dtype: str, op: str) -> None:
-    """Into one of them, into others beside it, and into all: each time in one launch."""
+def test_reductions_into_operands_match_the_host(dtype: str, op: str) -> None:
+    """Into one operand, into further arrays, and into all operands: each in one launch."""
     op, length = kernel_operation(dtype, op), 133
     for n in range(1, 5):
         for chosen in [*([k] for k in range(n)), range(n)]:
@@ -62,8 +62,8 @@ def test_into_operands(dtype: str, op: str) -> None:
 
 @pytest.mark.parametrize("dtype, op", [("float16", "sum"), ("bfloat16", "mean"), ("int8", "prod"), ("float32", "sum")])
 @pytest.mark.parametrize("n, launches", [(31, 1), (32, 2), (40, 2), (512, 3)])
-def test_many_operands(dtype: str, op: str, n: int, launches: int) -> None:
-    """Addresses that are no arguments lie in the device's memory. Still all is rounded once, into any operand."""
+def test_reductions_of_many_operands_match_the_host(dtype: str, op: str, n: int, launches: int) -> None:
+    """Addresses that do not fit the arguments are in device memory. Still all is rounded once, into any operand."""
     random = np.random.default_rng(n)
     operands: list[Any] = [random.integers(-9, 9, 37).astype(NUMPY[dtype]) for _ in range(n)]
     operands[0][:] = 1 if dtype == "int8" else 0.1
@@ -75,7 +75,7 @@ def test_many_operands(dtype: str, op: str, n: int, launches: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7FFF, 0xFFFF, 0x7F81, 0xFFC0])
-def test_a_nan_of_any_payload_stays_one(bits: int) -> None:
+def test_a_nan_of_any_payload_stays_nan(bits: int) -> None:
     """The NaN that a GPU makes has all bits set; rounded as a number to bfloat16, it would become -0."""
     x = np.full(9, bits, np.uint16).view(NUMPY["bfloat16"])
     for op in ("sum", "max"):

@@ -1,4 +1,4 @@
-"""Sparse payloads on CUDA are the host's, byte for byte, and so is what is left."""
+"""Sparse payloads and residuals on CUDA match the host's, byte for byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values_of(kind: str, count: int, seed: int = 0) -> Any:
     normal = random.standard_normal(count, np.float32)
     sparse_ones = normal * (random.random(count) < 0.002)
     with np.errstate(over="ignore"):
-        made = {
+        kinds = {
             "normal": normal,
             "ties": random.integers(-2, 3, count),
             "equal": np.full(count, -3),
@@ -39,11 +39,11 @@ def values_of(kind: str, count: int, seed: int = 0) -> Any:
             "mostly zero": sparse_ones,
             "far apart": np.where(np.arange(count) % 70_001 == 70_000, normal, 0),
         }
-    return made[kind].astype(np.float32)
+    return kinds[kind].astype(np.float32)
 
 
 def anywhere(nbytes: int, seed: int) -> Any:
-    """Return memory for a payload at any address, and what it is a part of, to see what is written beside it."""
+    """Return memory for a payload at any address, and the array around it, to detect writes outside the payload."""
     memory = np.full(nbytes + 16, 171, np.uint8)
     start = seed % 9
     return memory, memory[start : start + nbytes]
@@ -64,12 +64,12 @@ def check_largest(launcher: HostLauncher, x: Any, before: Any, k: int, value: st
         else:
             used = kernels.largest(x, old, after, k, value, payload)
         results.append((used, memory, after))
-    (expected_used, expected, expected_after), (used, found, after) = results
+    (expected_used, expected, expected_after), (used, actual, after) = results
     assert used == expected_used
-    same(found, expected)
+    same(actual, expected)
     if how != WITHOUT:
         same(after, expected_after)
-    return found[seed % 9 : seed % 9 + used]
+    return actual[seed % 9 : seed % 9 + used]
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -78,7 +78,7 @@ def check_largest(launcher: HostLauncher, x: Any, before: Any, k: int, value: st
     "kind",
     ["normal", "ties", "equal", "zeros", "negative zeros", "denormal", "huge", "near", "rising", "mostly zero"],
 )
-def test_the_largest(kind, how, workers):
+def test_top_k_matches_the_host(kind, how, workers):
     launcher = HostLauncher(workers)
     for seed, (count, k) in enumerate([(1, 1), (31, 5), (33, 33), (257, 20), (2049, 1), (5000, 50), (5000, 5000)]):
         before = values_of("zeros" if seed % 2 else kind, count, seed + 100)
@@ -87,7 +87,7 @@ def test_the_largest(kind, how, workers):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_the_largest_of_any_numbers(data):
+def test_top_k_of_any_numbers_matches_the_host(data):
     """Infinities and NaNs, too: their sums have the bits of the CPU here, as the host's do."""
     hard = [0, 0x80000000, 1, 0x80000001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x477FF000]
     bits = data.draw(st.lists(st.sampled_from(hard) | st.integers(0, 2**32 - 1), min_size=1, max_size=400))
@@ -101,7 +101,7 @@ def test_the_largest_of_any_numbers(data):
 
 @pytest.mark.parametrize("how", [WITHOUT, SEPARATE, SAME])
 @pytest.mark.parametrize("k", [2, 40, 3000])
-def test_what_is_not_finite_goes_alone(how, k):
+def test_nonfinite_elements_are_sent_alone(how, k):
     x, before = values_of("normal", 3000), values_of("huge", 3000, 1)
     x[::100], x[7::300], x[2999] = np.inf, np.nan, -np.inf
     x[1001], before[1001] = np.float32(3e38), np.float32(3e38)  # their sum overflows
@@ -111,15 +111,15 @@ def test_what_is_not_finite_goes_alone(how, k):
     assert not np.isfinite(out[out != 0]).any() and np.count_nonzero(out) == min(k, 41 if how == WITHOUT else 42)
 
 
-def test_nothing_but_nan():
+def test_top_k_of_nan_matches_the_host():
     x = np.full(700, FULL_NAN)
     for value in KINDS:
         check_largest(HostLauncher(), x, np.zeros_like(x), 9, value, WITHOUT)
         check_largest(HostLauncher(), x, np.ones_like(x), 700, value, SAME)
 
 
-def test_a_sum_that_overflows_when_it_is_added_to_again_is_finite():
-    """2e38 + 1e38 is, though 2e38 + (2e38 + 1e38) is not: so what lies in `after` alone does not tell."""
+def test_a_sum_that_overflows_only_when_added_twice_is_finite():
+    """2e38 + 1e38 is finite, though 2e38 + (2e38 + 1e38) is not: `after` alone does not show it."""
     x, before = np.full(300, 2e38, np.float32), np.full(300, 1e38, np.float32)
     check_largest(HostLauncher(), x, before, 5, "float32", SAME)
     x[250] = np.float32(3e38)  # and with one that is broken
@@ -127,8 +127,8 @@ def test_a_sum_that_overflows_when_it_is_added_to_again_is_finite():
 
 
 @pytest.mark.parametrize("kind", ["normal", "mostly zero", "ties"])
-def test_many_chunks(kind):
-    """More than 64 chunks of bits, and of what is chosen, have sums of sums."""
+def test_many_chunks_match_the_host(kind):
+    """More than 64 chunks of bits, and of chosen elements, need sums of sums."""
     count = 150_000
     x = values_of(kind, count)
     for k in (1, 1500, 40_000):
@@ -137,7 +137,7 @@ def test_many_chunks(kind):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_gaps_longer_than_marks(workers):
+def test_gaps_longer_than_marks_match_the_host(workers):
     x = values_of("far apart", 600_000)  # gaps of 70,000 are shorter in words of two bytes
     x[-1] = 9
     payload = check_largest(HostLauncher(workers), x, None, 50, "float32", WITHOUT)
@@ -154,14 +154,14 @@ def test_gaps_longer_than_marks(workers):
 @pytest.mark.parametrize(
     "gap", [0, 1, 254, 255, 256, 509, 510, 511, 1019, 1020, 1275, 1530, 65534, 65535, 65536, 131070]
 )
-def test_gaps_next_to_marks(gap):
+def test_gaps_next_to_marks_match_the_host(gap):
     x = np.zeros(gap + 40, np.float32)
     x[0] = -7
     x[gap + 1 :] = np.arange(1, 40)
     check_largest(HostLauncher(), x, None, 40, "float16", WITHOUT, gap)
 
 
-def test_of_nothing():
+def test_empty_arrays_are_accepted():
     empty = np.empty(0, np.float32)
     assert len(check_largest(HostLauncher(), empty, empty, 0, "float32", SAME)) == 8
 
@@ -170,7 +170,7 @@ def test_of_nothing():
 @pytest.mark.parametrize("value", KINDS)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("kind", ["normal", "ties", "huge", "broken", "zeros"])
-def test_accumulate(kind, nesterov, value, workers):
+def test_accumulation_matches_the_host(kind, nesterov, value, workers):
     for count, k in ((1, 1), (300, 7), (4001, 40), (4001, 4001)):
         gradient = values_of("huge" if kind == "broken" else kind, count)
         if kind == "broken":
@@ -186,13 +186,13 @@ def test_accumulate(kind, nesterov, value, workers):
             arguments = *old, *after, 0.3, 0.9, nesterov, k, value, payload
             used = HOST.accumulate(*arguments) if on_host else CudaKernels(HostLauncher(workers)).accumulate(*arguments)
             results.append((np.array([used]), memory, *old, *after))
-        for expected, found in zip(*results, strict=True):
-            same(found, expected)
+        for expected, actual in zip(*results, strict=True):
+            same(actual, expected)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("how", [WITHOUT, SEPARATE, SAME])
-def test_random(how, workers):
+def test_random_k_matches_the_host(how, workers):
     for seed, (count, k) in enumerate([(1, 1), (40, 40), (1000, 3), (5000, 700), (200_000, 2), (0, 0)]):
         x, before = values_of("normal", count, seed), values_of("normal", count, seed + 9)
         results = []
@@ -203,8 +203,8 @@ def test_random(how, workers):
             arguments = x, old, after, k, seed - 2, 1.5, payload
             used = HOST.random(*arguments) if on_host else CudaKernels(HostLauncher(workers)).random(*arguments)
             results.append((np.array([used]), memory, *([] if after is None else [after])))
-        for expected, found in zip(*results, strict=True):
-            same(found, expected)
+        for expected, actual in zip(*results, strict=True):
+            same(actual, expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -214,8 +214,8 @@ def test_random(how, workers):
     cut=st.sampled_from([0, 0, 0, 1, 2, 3, 9, 40]), fewer=st.sampled_from([0, 0, 1, 1000]), more=st.integers(0, 9),
     seed=st.integers(0, 99),
 )  # fmt: skip
-def test_read(gaps, value, add, workers, at, cut, fewer, more, seed):
-    """Whatever is wrong, and whatever lies behind; `out` is the same where nothing is wrong."""
+def test_reading_matches_the_host(gaps, value, add, workers, at, cut, fewer, more, seed):
+    """With any damage, and any bytes behind the payload; `out` is the same without damage."""
     indices = (np.cumsum(np.array(gaps, np.int64) + 1) - 1).astype(np.uint32)
     count = int(indices[-1]) + 1 if gaps else 0
     bits = np.random.default_rng(seed).integers(0, 2**32, len(gaps), np.uint32)
@@ -223,27 +223,27 @@ def test_read(gaps, value, add, workers, at, cut, fewer, more, seed):
     _, payload = anywhere(host_sparse.max_bytes(count, len(gaps), VALUES[value]) + more, at)
     used = host_sparse.write(indices, bits, len(gaps), VALUES[value], payload.ctypes.data)
     whole = payload[: max(used + more - cut, 0)]
-    expected, found = (np.full(max(count - fewer, 0), 2, np.float32) for _ in range(2))
+    expected, actual = (np.full(max(count - fewer, 0), 2, np.float32) for _ in range(2))
     fault = HOST.read_sparse(whole, value, expected, add)
-    assert CudaKernels(HostLauncher(workers)).read_sparse(whole, value, found, add) == fault
+    assert CudaKernels(HostLauncher(workers)).read_sparse(whole, value, actual, add) == fault
     if not fault:
-        same(found, expected)
+        same(actual, expected)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=300), value=st.sampled_from(KINDS), width=st.sampled_from([1, 1, 2, 2, 0, 3]))
-def test_read_rubbish(data, value, width):
+def test_damaged_payloads_are_read_as_on_the_host(data, value, width):
     payload = np.frombuffer(data, np.uint8).copy()
     payload[4:8] = np.array([width, VALUES[value]], np.uint16).view(np.uint8)[: len(payload[4:8])]
-    payload[1:4] = 0  # numbers that may be there
-    expected, found = np.zeros(5000, np.float32), np.zeros(5000, np.float32)
+    payload[1:4] = 0  # valid counts
+    expected, actual = np.zeros(5000, np.float32), np.zeros(5000, np.float32)
     fault = HOST.read_sparse(payload, value, expected, False)
-    assert CudaKernels(HostLauncher()).read_sparse(payload, value, found, False) == fault
+    assert CudaKernels(HostLauncher()).read_sparse(payload, value, actual, False) == fault
     if not fault:
-        same(found, expected)
+        same(actual, expected)
 
 
-def test_read_what_another_codec_has_written():
+def test_a_payload_of_another_codec_is_refused():
     x = values_of("normal", 100)
     for value in KINDS:
         payload = np.zeros(host_sparse.max_bytes(100, 10, VALUES[value]), np.uint8)
@@ -254,21 +254,21 @@ def test_read_what_another_codec_has_written():
 
 
 def misleading(factor: float) -> Any:
-    """Return numbers of which every ninth tile of 256, those that are sampled, is unlike the others, which are more."""
+    """Return numbers in which the sampled tiles, every ninth tile of 256, differ from the other tiles."""
     count = 9 * 64 * 256
     x = values_of("normal", count)
     sampled = np.arange(count) // 256 % 9 == 0
     x[sampled] *= np.float32(factor)
     x[::1000] = -3  # equal ones
     if np.isnan(factor):
-        x[5::1000] = np.inf  # of which the first digit is less
+        x[5::1000] = np.inf  # their first digit is less
     return x
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("how", [WITHOUT, SEPARATE, SAME])
 @pytest.mark.parametrize("factor", [100.0, 0.0, 1e-40, 3e38, np.nan])
-def test_a_sample_that_misleads(factor, how, workers):
+def test_misleading_samples_match_the_host(factor, how, workers):
     with np.errstate(over="ignore"):
         x = misleading(factor)
     for k in (1, 700, 40_000):
@@ -277,7 +277,7 @@ def test_a_sample_that_misleads(factor, how, workers):
 
 
 def test_launches_do_not_depend_on_the_data():
-    """And what is waited for is the length alone."""
+    """Only the length is waited for."""
     for kind in ("normal", "zeros", "equal"):
         launcher = HostLauncher()
         CudaKernels(launcher).largest(values_of(kind, 9000), None, None, 90, "float32", np.empty(900, np.uint8))

@@ -24,7 +24,7 @@ layouts = pytest.mark.parametrize("nodes", [[0, 0], [0, 1]], ids=["node", "messa
 
 @layouts
 @pytest.mark.parametrize("check", channels.ALL, ids=lambda check: check.__name__)
-def test_of_every_channel(nodes, check):
+def test_every_channel_passes_the_checks(nodes, check):
     run(2, lambda comm: check(comm, 1 - comm.rank), nodes=nodes)
 
 
@@ -33,8 +33,8 @@ def test_a_failed_group_fails_its_channels(nodes):
     run(2, lambda comm: channels.a_failed_group(comm, 1 - comm.rank), nodes=nodes)
 
 
-def test_messages_longer_than_one_request(monkeypatch):
-    """What one request of 256 bytes cannot hold follows under another tag."""
+def test_messages_may_exceed_one_request(monkeypatch):
+    """Data beyond one request of 256 bytes follows under another tag."""
     monkeypatch.setattr(posted_end, "LONGEST", 256)
 
     def check(comm):
@@ -94,10 +94,10 @@ def test_the_timeout_of_all_waits_fails_the_channel(nodes):
             with pytest.raises(PeerError, match=r"rank 0 has given up this channel \(StallError: .*gave up after"):
                 channel.recv()
 
-    run(2, check, nodes=nodes, config=Config(timeout=1.5))  # rank 1 is to hear of it before its own is over
+    run(2, check, nodes=nodes, config=Config(timeout=1.5))  # rank 1 must see the failure before its own timeout
 
 
-def test_an_mpi_with_few_tags_says_so(monkeypatch):
+def test_an_mpi_with_few_tags_is_reported(monkeypatch):
     monkeypatch.setattr(LoopbackTransport, "tags", 64)
 
     def check(comm):
@@ -108,7 +108,7 @@ def test_an_mpi_with_few_tags_says_so(monkeypatch):
     run(2, check, nodes=[0, 1])
 
 
-def test_dropped_channels_give_their_memory_back_and_tell():
+def test_dropped_channels_release_memory_and_notify_the_peer():
     def check(comm):
         peer = 1 - comm.rank
         before = descriptors()
@@ -120,7 +120,7 @@ def test_dropped_channels_give_their_memory_back_and_tell():
                 break
             del channel
         comm.barrier()
-        assert view.sum() == 10_000  # memory of a channel that is gone
+        assert view.sum() == 10_000  # memory of a freed channel
         if comm.rank == 1:
             kept = comm.channel(peer, "kept", (1,))
             comm.barrier()
@@ -145,12 +145,12 @@ def test_dropped_channels_give_their_memory_back_and_tell():
     gc.collect()
 
 
-def test_no_file_is_left():
+def test_no_file_remains():
     assert not list(Path("/dev/shm").glob(f"commlib-{os.getpid()}-*"))
 
 
 def test_handlers_are_refused_in_the_middle_of_a_send(monkeypatch):
-    """A larger message takes more memory than the channel has: there a signal comes, and its handler sends."""
+    """A larger message allocates memory; a signal arrives there, and its handler sends."""
     opened: dict[int, Any] = {}  # by the rank's thread
     refused: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Pumps: what has been sent is asked for until it has left."""
+"""Pumps: a send is polled until it is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commlib.p2p.channels.progress import ChannelProgress
 
 
 class Outgoing:
-    """A sending end that does something whenever it is asked."""
+    """A sending end that runs some code at each poll."""
 
     def __init__(self):
         self.may_lag = False
@@ -17,12 +17,12 @@ class Outgoing:
 
     @property
     def is_in_flight(self):
-        found = self.may_lag
+        was_in_flight = self.may_lag
         self.meanwhile()
-        return found
+        return was_in_flight
 
 
-def made():
+def ends_():
     watched = []
     poller = SimpleNamespace(watch=lambda pump, owner: watched.append(pump))
 
@@ -38,8 +38,8 @@ def made():
     return group, ends, ChannelProgress(group, ends, "channel"), watched
 
 
-def test_a_message_is_asked_for_until_it_has_left():
-    _group, ends, pumps, watched = made()
+def test_a_send_is_polled_until_it_completes():
+    _group, ends, pumps, watched = ends_()
     pumps.sent()
     assert not watched
     ends.outgoing.may_lag = True
@@ -53,9 +53,9 @@ def test_a_message_is_asked_for_until_it_has_left():
     assert len(watched) == 2
 
 
-def test_a_message_that_is_sent_while_the_last_one_leaves_is_asked_for():
-    """Another thread sent it just after all was found to have left, and relied on the pump that was about to end."""
-    _group, ends, pumps, watched = made()
+def test_a_send_during_the_completion_of_the_last_one_is_polled():
+    """Another thread sent it just after all sends were complete, and relied on the pump that was about to end."""
+    _group, ends, pumps, watched = ends_()
     ends.outgoing.may_lag = True
     pumps.sent()
     ends.outgoing.may_lag = False
@@ -72,8 +72,8 @@ def test_a_message_that_is_sent_while_the_last_one_leaves_is_asked_for():
     assert all(pump.done() for pump in watched)
 
 
-def test_what_nobody_takes_any_more_is_not_asked_for():
-    _group, ends, pumps, watched = made()
+def test_freed_channels_are_not_polled():
+    _group, ends, pumps, watched = ends_()
     ends.outgoing.may_lag = True
     pumps.sent()
     assert not watched[0].done()

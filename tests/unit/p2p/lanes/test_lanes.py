@@ -18,13 +18,13 @@ from tests.oracles.held import held, mappings
 
 
 @pytest.mark.parametrize("check", lanes.CHECKS, ids=lambda check: check.__name__)
-def test_on_a_node(check):
+def test_lanes_work_on_a_node(check):
     run(2, check, config=Config(timeout=20))
 
 
 @pytest.mark.parametrize("check", lanes.CHECKS, ids=lambda check: check.__name__)
-def test_on_two_nodes_of_two(check):
-    """Ranks 0 and 1 share a node that has another one beside it."""
+def test_lanes_work_on_two_nodes_of_two(check):
+    """Ranks 0 and 1 share a node, ranks 2 and 3 another one."""
     run(3, check, nodes=[0, 0, 1], config=Config(timeout=20))
 
 
@@ -45,7 +45,7 @@ def test_without_shared_memory_there_is_no_lane(nodes, node_path):
 
 
 def test_a_lane_is_made_by_the_first_message_in_its_direction(monkeypatch):
-    """Its memory is mapped twice, where it is written and where it is read; who sends nothing has no mailbox."""
+    """Its memory is mapped twice, by its writer and by its reader; a rank that sends nothing has no mailbox."""
     of_letters, before = [], held().mappings
     space = LoopbackTransport.space
 
@@ -75,8 +75,8 @@ def test_a_lane_is_made_by_the_first_message_in_its_direction(monkeypatch):
     run(2, work)
 
 
-def test_two_that_follow_a_sender_from_ring_to_ring(monkeypatch):
-    """Whoever had seen a ring's end, and was late, took the next one, where the other was, for empty as well."""
+def test_two_readers_follow_a_sender_from_ring_to_ring(monkeypatch):
+    """A late reader that had seen a ring's end took the next ring, in use by the other reader, for empty as well."""
     many, wanted, lanes_at = 3000, [], {}
     look = RingReceiver.look
 
@@ -115,7 +115,7 @@ def test_two_that_follow_a_sender_from_ring_to_ring(monkeypatch):
 
 
 @pytest.mark.parametrize("nodes", [[0, 0], [0, 1]], ids=["one node", "two nodes"])
-def test_groups_that_are_made_after_a_mismatch(nodes):
+def test_groups_created_after_a_mismatch_work(nodes):
     """The rank that had called split counted one group more, so that each took the other's letters for old ones."""
 
     def work(comm):

@@ -1,4 +1,4 @@
-"""Messages in pieces: each leaves once it is there, and what has come is told of in order, whatever interrupts that."""
+"""Messages in pieces: each is sent once ready, and arrivals are reported in order, despite interrupts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commlib.p2p.lanes.send_pieces import CopiedPiece, SendPieces
 
 
 class Switch:
-    """An event, or a request, that is done when the test says so."""
+    """An event or request that the test completes."""
 
     def __init__(self):
         self.is_on = self.is_cancelled = False
@@ -25,7 +25,7 @@ class Switch:
 
 
 class Wire:
-    """A transport that notes what it is given."""
+    """A transport that records its calls."""
 
     def __init__(self):
         self.messages, self.requests, self.failure = [], [], None
@@ -55,7 +55,7 @@ def arriving(wire, nbytes, landed):
     return ReceivePieces(wire, 1, 7, memoryview(bytearray(nbytes)), 4, landed)
 
 
-def test_pieces_leave_in_their_order_once_they_are_there():
+def test_pieces_are_sent_in_order_once_ready():
     wire = Wire()
     request, events = leaving(wire)
     events[1].is_on = True
@@ -83,24 +83,24 @@ def test_an_interrupted_piece_is_not_sent_again():
     assert wire.messages == []
 
 
-def test_what_has_come_is_told_of_in_order():
-    wire, told = Wire(), []
-    request = arriving(wire, 10, lambda start, stop: told.append((start, stop)))
+def test_arrivals_are_reported_in_order():
+    wire, reported = Wire(), []
+    request = arriving(wire, 10, lambda start, stop: reported.append((start, stop)))
     assert wire.messages == [(1, 7, 4), (1, 7, 4), (1, 7, 2)]
     wire.requests[1].is_on = True
-    assert not request.test() and told == []
+    assert not request.test() and reported == []
     wire.requests[0].is_on = True
-    assert not request.test() and told == [(0, 4), (4, 8)]
+    assert not request.test() and reported == [(0, 4), (4, 8)]
     wire.requests[2].is_on = True
-    assert request.test() and told[2:] == [(8, 10)] and request.nbytes == 10
+    assert request.test() and reported[2:] == [(8, 10)] and request.nbytes == 10
 
 
-def test_an_interrupt_loses_nothing_that_has_come():
-    told = []
+def test_an_interrupt_loses_no_arrival():
+    reported = []
 
     def landed(start, stop):
-        told.append((start, stop))
-        if len(told) == 1:
+        reported.append((start, stop))
+        if len(reported) == 1:
             raise KeyboardInterrupt
 
     wire = Wire()
@@ -108,11 +108,11 @@ def test_an_interrupt_loses_nothing_that_has_come():
     wire.requests[0].is_on = wire.requests[1].is_on = True
     with pytest.raises(KeyboardInterrupt):
         request.test()
-    assert request.test() and told == [(0, 4), (0, 4), (4, 8)]
+    assert request.test() and reported == [(0, 4), (0, 4), (4, 8)]
 
 
 @pytest.mark.parametrize("landed", [None, lambda start, stop: None])
-def test_giving_up_cancels_what_is_under_way(landed):
+def test_stopping_cancels_pending_pieces(landed):
     wire = Wire()
     request = arriving(wire, 8, landed)
     wire.requests[0].is_on = True

@@ -1,4 +1,4 @@
-"""The schedule that is chosen is the fastest that fits."""
+"""The chosen schedule is the fastest that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def layers(count: int, *, slow: dict[int, float] | None = None) -> LayerCosts:
     return LayerCosts(times, times, times, (100,) * count, (10,) * count)
 
 
-def test_without_a_limit_the_least_idle_one() -> None:
+def test_without_a_limit_the_least_idle_schedule_is_chosen() -> None:
     choice = choose(layers(16), 4, 8)
     assert choice.best.timing.seconds <= choice.tried[0].timing.seconds * 1.01
     assert choice.best.schedule.name in choice.why and "idle" in choice.why
@@ -24,7 +24,7 @@ def test_without_a_limit_the_least_idle_one() -> None:
     assert {one.schedule.stages for one in choice.tried} == {4, 8, 12, 16}
 
 
-def test_a_limit_excludes_what_holds_more() -> None:
+def test_a_limit_excludes_larger_schedules() -> None:
     free = choose(layers(16), 4, 32)
     least = min(one.nbytes for one in free.tried)
     tight = choose(layers(16), 4, 32, memory=least)
@@ -52,7 +52,7 @@ def test_fewer_layers_than_stages_leave_fewer_schedules() -> None:
         choose(layers(3), 4, 8)
 
 
-def test_what_is_computed_again_takes_longer_and_is_not_kept() -> None:
+def test_recomputation_takes_longer_and_needs_less_memory() -> None:
     plain = layers(4).of_stages((1, 3))
     full = replace(layers(4), keeps_inputs=True).of_stages((1, 3))
     assert full.input == (2.0, 6.0) and full.weight == plain.weight and full.forward == plain.forward

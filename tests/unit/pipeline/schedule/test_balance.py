@@ -1,4 +1,4 @@
-"""Cuts are as even as can be: compared with all cuts that there are."""
+"""Cuts are as even as possible, compared with all possible cuts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_no_cut_is_better() -> None:
         assert merit(counts) == min(map(merit, every))
 
 
-def test_what_cannot_be_cut() -> None:
+def test_impossible_cuts_are_refused() -> None:
     with pytest.raises(UsageError, match="2 layers cannot be cut into 3 stages"):
         balance([1, 2], 3)
     with pytest.raises(UsageError, match="no negative cost"):
@@ -45,7 +45,7 @@ def test_what_cannot_be_cut() -> None:
 
 @pytest.mark.parametrize("rows", range(12))
 @pytest.mark.parametrize("microbatches", range(1, 6))
-def test_rows_of_microbatches(rows: int, microbatches: int) -> None:
+def test_rows_are_divided_into_microbatches(rows: int, microbatches: int) -> None:
     cut = rows_of(rows, microbatches)
     assert [row for part in cut for row in range(rows)[part]] == list(range(rows))
     sizes = [part.stop - part.start for part in cut]

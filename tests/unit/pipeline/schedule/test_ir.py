@@ -26,7 +26,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_there_and_back(text: str) -> None:
+def test_actions_survive_their_text(text: str) -> None:
     assert parse(text) == parse(f" {text} ") == TEXTS[text]
     assert str(TEXTS[text]) == text
 
@@ -43,12 +43,12 @@ def test_there_and_back(text: str) -> None:
         ("2SEND_F0:2", "stage 2 cannot be at the other end"),
     ],
 )
-def test_what_is_no_action(text: str, expected: str) -> None:
+def test_other_texts_are_refused(text: str, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         parse(text)
 
 
-def test_the_ends_of_a_message() -> None:
+def test_a_message_has_two_ends() -> None:
     for text, other, link in [("2SEND_F0", "3RECV_F0", Link(2, 3)), ("2SEND_B0", "1RECV_B0", Link(1, 2))]:
         assert str(parse(text).other_end) == other
         assert parse(text).other_end.other_end == parse(text)
@@ -56,12 +56,12 @@ def test_the_ends_of_a_message() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, plan in table.items() if not plan.updates])
-def test_csv_there_and_back(name: str) -> None:
+def test_schedules_survive_csv(name: str) -> None:
     schedule = make(name, 3, 7)
     assert read(write(schedule), name) == schedule
 
 
-def test_csv_of_random_schedules() -> None:
+def test_random_schedules_survive_csv() -> None:
     for seed in range(100):
         schedule, links = random_schedule(seed)
         assert read(write(schedule), schedule.name) == schedule
@@ -81,6 +81,6 @@ def test_empty_cells_are_idle_times() -> None:
         ("", "stage 0 has no action"),
     ],
 )
-def test_csv_that_is_none(text: str, expected: str) -> None:
+def test_invalid_csv_is_refused(text: str, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         read(text)

@@ -1,4 +1,4 @@
-"""Every schedule of the table, for many sizes: legal, and as idle and as large as its docstring says."""
+"""Every schedule of the table, for many sizes: legal, with the idle times and sizes in its docstring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOME = [*(sizes for sizes in SIZES if sizes[0] in (1, 2, 3, 5) and sizes[1] <= 8
 each_size = pytest.mark.parametrize(
     "sizes", [pytest.param(SOME, id="some"), pytest.param(SIZES, id="all", marks=pytest.mark.long)]
 )
-# As their papers draw them: name, ranks, microbatches, and what F, I and W take there.
+# As drawn in their papers: name, ranks, microbatches, and the times of F, I and W there.
 PICTURES = [
     ("gpipe", 4, 4, (1, 1, 0)),  # GPipe, figure 2c
     ("1f1b", 4, 8, (1, 1, 1)),  # PTD-P, figure 3
@@ -46,7 +46,7 @@ def test_all_sizes_are_legal(name: str, sizes: list[tuple[int, int]]) -> None:
 @each_size
 @pytest.mark.parametrize("chunks", [1, 3, 4])
 @pytest.mark.parametrize("name", ["interleaved", "breadth_first"])
-def test_more_stages_on_a_rank(name: str, chunks: int, sizes: list[tuple[int, int]]) -> None:
+def test_a_rank_can_have_more_stages(name: str, chunks: int, sizes: list[tuple[int, int]]) -> None:
     for ranks, microbatches in sizes:
         schedule = make(name, ranks, microbatches, stages=ranks * chunks)
         verify(schedule)
@@ -54,7 +54,7 @@ def test_more_stages_on_a_rank(name: str, chunks: int, sizes: list[tuple[int, in
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=[picture[0] for picture in PICTURES])
-def test_golden(picture: tuple[str, int, int, tuple[int, int, int]]) -> None:
+def test_pictures_match_the_golden_files(picture: tuple[str, int, int, tuple[int, int, int]]) -> None:
     """To accept new pictures: COMMLIB_GOLDEN=write python -m pytest this file, then read the diff."""
     name, ranks, microbatches, (forward, inputs, weights) = picture
     schedule = make(name, ranks, microbatches)
@@ -96,7 +96,7 @@ def test_interleaved_warms_up_as_in_figure_4_of_its_paper() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("forward", [1, 2])
-def test_idle_times_are_those_of_the_docstrings(ranks: int, forward: int) -> None:
+def test_idle_times_match_the_docstrings(ranks: int, forward: int) -> None:
     """F, and I = W = 1: B = 2. Idle of one rank; the same for all."""
     microbatches = 4 * ranks
 
@@ -116,7 +116,7 @@ def test_idle_times_are_those_of_the_docstrings(ranks: int, forward: int) -> Non
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_activations_are_those_of_the_docstrings(ranks: int) -> None:
+def test_activations_match_the_docstrings(ranks: int) -> None:
     microbatches = 4 * ranks
     peak = {name: simulate(make(name, ranks, microbatches)).peak for name in table}
     assert peak["gpipe"] == (microbatches,) * ranks
@@ -135,16 +135,16 @@ def test_pipedream_keeps_as_many_weights_as_are_in_flight(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_2bw_keeps_two_and_uses_the_same_on_all_stages(ranks: int) -> None:
+def test_pipedream_2bw_keeps_two_versions_and_uses_the_same_on_all_stages(ranks: int) -> None:
     schedule = make("pipedream_2bw", ranks, 6 * ranks, every=2 * ranks)
     assert count_versions(schedule) == (2,) * ranks
-    found = versions(schedule)
+    versions_ = versions(schedule)
     for microbatch in range(6 * ranks):
-        assert {found[stage, microbatch][0] for stage in range(ranks)} == {max(0, microbatch // (2 * ranks) - 1)}
+        assert {versions_[stage, microbatch][0] for stage in range(ranks)} == {max(0, microbatch // (2 * ranks) - 1)}
     assert schedule.weights is Weights.PREVIOUS
 
 
-def test_names() -> None:
+def test_schedules_have_names() -> None:
     assert find("ZB-H1") is find("zb_h1")
     with pytest.raises(UsageError, match=r"unknown schedule 'gpip'; expected one of .*1f1b"):
         find("gpip")
@@ -162,7 +162,7 @@ def test_names() -> None:
         ("pipedream_2bw", (4, 8), {"every": 3}, r"every is 3, expected at least 4: fewer than the 4 ranks"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_senseless_options_are_refused(
     name: str, sizes: tuple[int, int], options: dict[str, int], expected: str
 ) -> None:
     with pytest.raises(UsageError, match=expected):
@@ -170,6 +170,6 @@ def test_what_makes_no_sense_is_refused(
 
 
 @pytest.mark.parametrize("microbatches", [1024, pytest.param(4096, marks=pytest.mark.long)])
-def test_thousands_of_microbatches(microbatches: int) -> None:
+def test_thousands_of_microbatches_are_planned(microbatches: int) -> None:
     schedule = make("1f1b", 4, microbatches)
     assert simulate(verify(schedule)).seconds == 3 * microbatches + 3 * 3

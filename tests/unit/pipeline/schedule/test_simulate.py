@@ -11,7 +11,7 @@ from commlib.pipeline.schedule import Costs, Kind, Link, PipelineScheduleError, 
 from commlib.pipeline.schedule.csv import read
 
 
-def test_two_stages_by_hand() -> None:
+def test_two_stages_match_hand_computed_times() -> None:
     """F: 1 and 3. B: 2 and 6. The second stage is busy from 1 on; the first one waits for its last gradient."""
     timing = simulate(make("1f1b", 2, 3), Costs((1, 3), (1, 3), (1, 3)))
     assert timing.seconds == 1 + 3 * 9 + 2
@@ -34,7 +34,7 @@ def test_messages_travel_while_ranks_compute() -> None:
     assert late == pytest.approx(free + 0.2)
 
 
-def test_a_full_way_lets_its_sender_wait() -> None:
+def test_a_full_queue_blocks_its_sender() -> None:
     """The second stage takes 10 for each: the first may be no more than two messages ahead of it."""
     lowered = lower(read("0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3"))
     timing = simulate(replace(lowered, depths={(Link(0, 1), Kind.F): 2}), Costs((1, 10), (0, 0), (0, 0)))
@@ -42,7 +42,7 @@ def test_a_full_way_lets_its_sender_wait() -> None:
     assert [start for (start, _), action in spans if action.kind is Kind.SEND_F] == [1, 2, 11, 21]
 
 
-def test_bytes() -> None:
+def test_held_bytes_are_counted() -> None:
     costs = Costs((1,) * 4, (1,) * 4, (1,) * 4, activations=(10, 20, 30, 40))
     timing = simulate(make("1f1b", 4, 8), costs)
     assert timing.peak_bytes == (40, 60, 60, 40)

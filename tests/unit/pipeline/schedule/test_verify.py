@@ -1,4 +1,4 @@
-"""What breaks a rule is refused with the place; whatever ends is accepted, whatever does not is not."""
+"""A broken rule is refused with its place; a schedule is accepted exactly if it terminates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RULES = [
 
 
 @pytest.mark.parametrize(("text", "expected"), RULES, ids=[text.replace("\n", ";") for text, _ in RULES])
-def test_rules(text: str, expected: str) -> None:
+def test_broken_rules_are_refused(text: str, expected: str) -> None:
     with pytest.raises(PipelineScheduleError, match=expected) as caught:
         verify(read(text))
     lines = str(caught.value).splitlines()
@@ -53,7 +53,7 @@ def test_the_arrow_is_below_the_fault() -> None:
     assert above[arrow.index("↑") :].startswith("1RECV_F1")
 
 
-def test_placement_and_links() -> None:
+def test_wrong_placements_and_links_are_refused() -> None:
     schedule = make("1f1b", 2, 2)
     with pytest.raises(PipelineScheduleError, match=r"stage 0 is on rank 1"):
         verify(replace(schedule, placement=(1, 0)))
@@ -63,28 +63,28 @@ def test_placement_and_links() -> None:
         verify(schedule, [Link(1, 0)])
 
 
-def test_2bw_needs_the_update_before_the_last() -> None:
-    """A stage that is updated late would use weights that are not there yet."""
+def test_pipedream_2bw_needs_the_update_before_the_last() -> None:
+    """A stage that is updated late would use weights that do not exist yet."""
     schedule = make("pipedream_2bw", 2, 6)
     late = [tuple(sorted(program, key=lambda action: action.kind is Kind.STEP)) for program in schedule.programs]
     with pytest.raises(PipelineScheduleError, match=r"F4, .*uses the weights after 1 updates, but there have been 0"):
         verify(replace(schedule, programs=tuple(late)))
 
 
-def test_a_way_that_is_too_shallow_is_a_deadlock() -> None:
+def test_a_queue_that_is_too_short_is_a_deadlock() -> None:
     lowered = verify(make("gpipe", 2, 4))
     shallow = replace(lowered, depths=dict.fromkeys(lowered.depths, 2))
     with pytest.raises(PipelineScheduleError, match=r"0SEND_F2 waits until rank 1 releases the message 2 before it"):
         check_messages(shallow)
 
 
-def test_ways_are_made_deep_enough() -> None:
-    """Both ranks send many gradients before they take any: two slots each were a deadlock."""
+def test_queues_get_enough_slots() -> None:
+    """Both ranks send many gradients before they receive any: two slots each were a deadlock."""
     lowered = verify(make("breadth_first", 2, 8))
     assert lowered.depths[Link(1, 2), Kind.B] > 2
 
 
-def test_messages_of_somebody_else() -> None:
+def test_messages_of_another_stage_are_refused() -> None:
     lowered = verify(make("1f1b", 2, 2))
     first, second = lowered.schedule.programs
     without = tuple(action for action in first if action != Action(0, Kind.SEND_F, 1, 1))
@@ -113,7 +113,7 @@ def test_random_legal_schedules_are_accepted(first: int) -> None:
 @pytest.mark.parametrize(
     "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(400, 4000, 400))]
 )
-def test_disturbed_schedules_are_refused_exactly_if_they_do_not_end(first: int) -> None:
+def test_disturbed_schedules_are_refused_exactly_if_they_do_not_terminate(first: int) -> None:
     refused = 0
     for seed in range(first, first + 400):
         schedule, links = random_schedule(seed)

@@ -1,4 +1,4 @@
-"""Kinds of calls: what changes with every call tells none apart, what decides where a model goes does."""
+"""Kinds of calls: values that change with every call make no new kind, values that decide control flow do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Options:
 
 
 class Making(OrderedDict[str, Any]):
-    """Makes another object each time when it is asked for one."""
+    """Creates another object at each lookup."""
 
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name)()
@@ -38,8 +38,8 @@ def _made(number: int) -> Any:
     return lambda x: x + number
 
 
-def _calling(held: Any) -> Any:
-    return lambda x: held
+def _calling(value_: Any) -> Any:
+    return lambda x: value_
 
 
 def itself(x: Any) -> Any:
@@ -86,7 +86,7 @@ class Colour(IntEnum):
         ([3, 4], [5]),
     ],
 )
-def test_one_kind(one: Any, other: Any) -> None:
+def test_equivalent_calls_are_of_one_kind(one: Any, other: Any) -> None:
     assert kind_of(one) == kind_of(other)
 
 
@@ -135,11 +135,11 @@ def test_one_kind(one: Any, other: Any) -> None:
         ([True, False], [False, True]),
     ],
 )
-def test_two_kinds(one: Any, other: Any) -> None:
+def test_different_calls_are_of_two_kinds(one: Any, other: Any) -> None:
     assert kind_of(one) != kind_of(other)
 
 
-def test_functions_that_hold_one_another() -> None:
+def test_functions_that_refer_to_each_other_have_a_kind() -> None:
     def first() -> Any:
         return [second, table]
 
@@ -150,14 +150,14 @@ def test_functions_that_hold_one_another() -> None:
     assert kind_of(first) == kind_of(first) != kind_of(second)
 
 
-def test_a_framework_tells_its_own() -> None:
+def test_a_framework_describes_its_own_types() -> None:
     def length(value: Any) -> int:
         return len(value)
 
     assert kind_of((b"ab", [b"a"], True), length) == (tuple, 2, (list, frozenset([1])), True)
 
 
-def test_so_many_are_looked_at() -> None:
+def test_the_number_of_checked_kinds_is_limited() -> None:
     kinds = CallKinds()
     kinds.add("known")
     for at in range(KINDS):
@@ -168,14 +168,14 @@ def test_so_many_are_looked_at() -> None:
     assert KINDS not in kinds
 
 
-def test_a_way_is_known_where_somebody_has_told_it() -> None:
+def test_a_path_is_known_after_registration() -> None:
     kinds = CallKinds()
     kinds.add("known")
     kinds.settle("looked at", ("up", "down"))
     assert [kinds.way(kind) for kind in ("known", "looked at", "new")] == [None, ("up", "down"), None]
 
 
-def test_what_fails_again_and_again_is_looked_at_no_more() -> None:
+def test_repeated_failures_end_the_checks() -> None:
     kinds = CallKinds()
     for _ in range(2):
         kinds.miss("a kind")

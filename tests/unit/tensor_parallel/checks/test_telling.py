@@ -1,4 +1,4 @@
-"""What is told of an argument: by what a model may go, and neither what comes anew with each call nor all there is."""
+"""Descriptions of arguments: values that may decide control flow, but not values new in each call, nor everything."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def compose(*functions: Any) -> Any:
     return run
 
 
-def holding(held: Any) -> Any:
-    return lambda: held
+def holding(value: Any) -> Any:
+    return lambda: value
 
 
 def decorated(function: Any, times: int = 3) -> Any:
@@ -65,7 +65,7 @@ class Derived(Base):
 
 
 class Goes:
-    """An object that goes by its attributes, as a configuration, a cache or a callable object does."""
+    """An object controlled by its attributes, like a configuration, a cache or a callable object."""
 
     def __init__(self, **own: Any) -> None:
         self.__dict__.update(own)
@@ -90,7 +90,7 @@ class Table(dict[str, Any]):
 
 
 class Asked:
-    """Says of itself what costs, or changes something."""
+    """Has methods that are costly or have side effects."""
 
     def __init__(self) -> None:
         self.own, self.asked = 1, 0
@@ -195,7 +195,7 @@ ONE: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_kinds(name: str) -> None:
+def test_different_values_are_of_two_kinds(name: str) -> None:
     one, other = TWO[name]
     assert kind_of(one) != kind_of(other)
     assert kind_of(one) == kind_of(one)
@@ -203,12 +203,12 @@ def test_two_kinds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_one_kind(name: str) -> None:
+def test_equivalent_values_are_of_one_kind(name: str) -> None:
     one, other = ONE[name]
     assert kind_of(one) == kind_of(other)
 
 
-def test_a_user_is_not_asked() -> None:
+def test_users_methods_are_not_called() -> None:
     one = Asked()
     assert kind_of(one) == kind_of(Asked())
     assert vars(one) == {"own": 1, "asked": 0}
@@ -239,13 +239,13 @@ RECURSIVE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", RECURSIVE)
-def test_what_holds_itself(name: str) -> None:
+def test_recursive_values_have_a_kind(name: str) -> None:
     """It was a RecursionError."""
-    made = RECURSIVE[name]
-    assert kind_of(made(True)) == kind_of(made(True)) != kind_of(made(False))
+    recursive = RECURSIVE[name]
+    assert kind_of(recursive(True)) == kind_of(recursive(True)) != kind_of(recursive(False))
 
 
-def test_what_is_deep() -> None:
+def test_deep_values_have_a_kind() -> None:
     def deep(value: Any) -> Any:
         for _ in range(2000):
             value = [value]
@@ -254,7 +254,7 @@ def test_what_is_deep() -> None:
     assert kind_of(deep(1)) == kind_of(deep(2))
 
 
-def test_classes_without_a_hash() -> None:
+def test_unhashable_classes_have_a_kind() -> None:
     class Meta(type):
         def __eq__(cls, other: object) -> bool:
             return type.__eq__(cls, other)
@@ -274,12 +274,12 @@ def much(flag: bool = False) -> Goes:
     return Goes(nodes=[[Goes(at=at, flag=flag) for at in range(100)] for _ in range(100)])
 
 
-def test_what_holds_too_much_is_told_by_being_the_same() -> None:
+def test_large_values_are_compared_by_identity() -> None:
     one, other = much(), much(True)
     assert kind_of(one) == kind_of(one) != kind_of(other)
 
 
-def test_another_object_in_its_place_is_another_one() -> None:
+def test_a_replaced_object_is_a_different_one() -> None:
     kinds = set()
     for _ in range(20):
         one = Goes()
@@ -290,13 +290,21 @@ def test_another_object_in_its_place_is_another_one() -> None:
     assert len(kinds) == 20
 
 
-def test_nothing_is_kept() -> None:
-    held = Goes()
-    values = [holding(held), held.run, {"a": held}, [held], weakref.ref(held), functools.partial(held.run), {held: 1}]
-    kinds, found = [kind_of(value) for value in values], weakref.ref(held)
-    del held, values
+def test_kinds_hold_no_references() -> None:
+    object_ = Goes()
+    values = [
+        holding(object_),
+        object_.run,
+        {"a": object_},
+        [object_],
+        weakref.ref(object_),
+        functools.partial(object_.run),
+        {object_: 1},
+    ]
+    kinds, reference = [kind_of(value) for value in values], weakref.ref(object_)
+    del object_, values
     gc.collect()
-    assert found() is None
+    assert reference() is None
     assert len(kinds) == 7
 
 
@@ -305,7 +313,7 @@ def test_nothing_is_kept() -> None:
     [list(range(300_000)), ["a"] * 300_000, dict.fromkeys(range(300_000)), set(range(300_000)), (1,) * 300_000, much()],
     ids=["ints", "strings", "dict", "set", "tuple", "object"],
 )
-def test_what_is_long_costs_little(value: Any) -> None:
+def test_long_values_are_cheap(value: Any) -> None:
     def timed() -> float:
         began = time.process_time()
         kind_of(value)
@@ -314,7 +322,7 @@ def test_what_is_long_costs_little(value: Any) -> None:
     assert min(timed() for _ in range(5)) < 0.02
 
 
-def test_a_framework_tells_what_holds_more() -> None:
+def test_a_framework_describes_larger_values() -> None:
     class Traced:
         def __init__(self, function: Any) -> None:
             self.function, self.calls = function, [None] * 3
@@ -329,7 +337,7 @@ def test_a_framework_tells_what_holds_more() -> None:
     assert kind_of(recursive, told) == kind_of(recursive, told)
 
 
-def test_known_kinds_are_copied_with_a_model() -> None:
+def test_known_kinds_survive_a_copy_of_the_model() -> None:
     kinds = CallKinds()
     kind = kind_of([shout, Goes().run, np.exp]), SameObject(shout)
     kinds.settle(kind)
@@ -347,7 +355,7 @@ class History:
 
 
 def test_a_history_in_a_dataclass_is_of_one_kind() -> None:
-    """Each length was a kind of its own, until there were too many."""
+    """Each length was a separate kind, until there were too many."""
     arrays = [np.zeros(2) for _ in range(4)]
     kinds = {kind_of(History(arrays[:length])) for length in (2, 3, 4)}
     assert len(kinds) == 1
@@ -355,14 +363,14 @@ def test_a_history_in_a_dataclass_is_of_one_kind() -> None:
     assert kind_of(History(arrays[:1])) not in kinds
 
 
-def test_texts_of_a_batch_that_a_loader_makes_a_tuple() -> None:
+def test_batches_of_texts_are_of_one_kind() -> None:
     """Each step was of a kind of its own."""
     assert kind_of(("a cat", "a dog")) == kind_of(("a bird", "two dogs"))
     assert kind_of(("a",)) != kind_of(("b",))
     assert kind_of(("a", True)) != kind_of(("b", True))
 
 
-def test_the_class_of_a_dict() -> None:
+def test_dicts_of_different_classes_differ() -> None:
     one = {"a": 1.0, "b": True}
     assert kind_of(one) != kind_of(collections.OrderedDict(one))
     assert kind_of(one) == kind_of({"b": True, "a": 1.0})

@@ -1,4 +1,4 @@
-"""A module that counts, for tests of what a look puts back."""
+"""A module that counts, for tests of the state that a trial restores."""
 
 from __future__ import annotations
 

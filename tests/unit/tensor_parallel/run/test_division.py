@@ -1,4 +1,4 @@
-"""What is found wrong is raised on all ranks, before anything is divided."""
+"""A fault is raised on all ranks, before anything is divided."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from commlib.tensor_parallel.run.divisibility import Divisibility
 
 
 class Ranks:
-    """This rank, 0, and another one that has said something."""
+    """This rank, 0, and another one with a given message."""
 
     rank, size = 0, 2
 
     def __init__(self, other: str) -> None:
         self._other, self.asked = other, 0
 
-    def all_gather_object(self, said: Any) -> list[Any]:
+    def all_gather_object(self, message: Any) -> list[Any]:
         self.asked += 1
-        return [said, self._other]
+        return [message, self._other]
 
 
 def raising(error: Exception) -> Any:
     raise error
 
 
-def test_all_ranks_raise_together() -> None:
+def test_all_ranks_raise_the_fault() -> None:
     assert run_together(Ranks(""), lambda: 3) == 3
     with pytest.raises(UsageError, match=r"theirs \(on ranks \[1\] of 2\)"):
         run_together(Ranks("theirs"), lambda: 3)
     with pytest.raises(UsageError, match=r"^same$"):
         run_together(Ranks("same"), lambda: raising(UsageError("same")))
-    with pytest.raises(KeyError):  # what a model raises stays what it is, and the others are told
+    with pytest.raises(KeyError):  # a model's exception is raised unchanged, and the other ranks are notified
         run_together(Ranks(""), lambda: raising(KeyError("a")))
     ranks = Ranks("")
-    with pytest.raises(MismatchError):  # the group has told all
+    with pytest.raises(MismatchError):  # all ranks of the group have raised it
         run_together(ranks, lambda: raising(MismatchError("theirs")))
     assert not ranks.asked
 
@@ -48,7 +48,7 @@ class AxisOf3:
     size, rank = 3, 0
 
 
-def test_a_division_is_possible_as_a_whole() -> None:
+def test_a_division_applies_completely_or_not_at_all() -> None:
     axis: Any = AxisOf3()
     division, weight, other = Divisibility(axis), object(), object()
     rows = Sharding((6, 4), 0)

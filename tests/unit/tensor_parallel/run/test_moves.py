@@ -1,4 +1,4 @@
-"""Moves on arrays: against the whole array, cut and joined by numpy; lengths known, even or asked for; encoded."""
+"""Moves on arrays: against the whole array, cut and joined by numpy; lengths known, even or requested; encoded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def equal(got: Array, expected: Array) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_scatter_and_gather(size: int, dim: int) -> None:
+def test_shards_are_scattered_and_gathered(size: int, dim: int) -> None:
     lengths = even(SHAPE[dim], size).counts
 
     def body(comm: Communicator) -> None:
@@ -52,7 +52,7 @@ def test_scatter_and_gather(size: int, dim: int) -> None:
 @pytest.mark.parametrize("size", (2, 3))
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shards_of_any_lengths_are_joined(size: int, dim: int) -> None:
-    """The conjugate knows how long they were."""
+    """The conjugate has their lengths."""
     lengths = (1, *(0,) * (size - 2), SHAPE[dim] - 1)
 
     def body(comm: Communicator) -> None:
@@ -66,7 +66,7 @@ def test_shards_of_any_lengths_are_joined(size: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_reduce(size: int) -> None:
+def test_moves_reduce(size: int) -> None:
     def body(comm: Communicator) -> None:
         axis, own = ParallelAxis(comm), WHOLE * (comm.rank + 1)
         total = WHOLE * sum(range(1, size + 1))
@@ -83,7 +83,7 @@ def test_reduce(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_reduce_scatter(size: int, dim: int) -> None:
+def test_moves_reduce_and_scatter(size: int, dim: int) -> None:
     def body(comm: Communicator) -> None:
         axis, own = ParallelAxis(comm), WHOLE * (comm.rank + 1)
         total = WHOLE * sum(range(1, size + 1))
@@ -100,7 +100,7 @@ def test_reduce_scatter(size: int, dim: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("divide", "join"), [(0, 1), (1, 0), (2, 1), (-1, 0)])
-def test_all_to_all(size: int, divide: int, join: int) -> None:
+def test_moves_exchange_dimensions(size: int, divide: int, join: int) -> None:
     def body(comm: Communicator) -> None:
         axis = ParallelAxis(comm)
         before = cut(WHOLE, join, even(SHAPE[join], size).counts, comm.rank)
@@ -113,7 +113,7 @@ def test_all_to_all(size: int, divide: int, join: int) -> None:
 
 @pytest.mark.parametrize("size", (2, 3))
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_encoded(size: int, codec: str) -> None:
+def test_moves_can_be_encoded(size: int, codec: str) -> None:
     """Small integers travel exactly in bf16; int8 has 127 steps up to the largest, and sums are sent twice."""
 
     def body(comm: Communicator) -> None:
@@ -158,11 +158,11 @@ ONE_MORE = {
         (what, codec)
         for what in ONE_MORE
         for codec in (None, "bf16")
-        if codec or what != "reduce, as many elements"  # plain sums of as many numbers are not told apart
+        if codec or what != "reduce, as many elements"  # plain sums of equal lengths are not distinguished
     ],
 )
-def test_a_rank_with_another_shape_is_told(what: str, codec: str | None, size: int) -> None:
-    """Of an all_to_all, and of all that is encoded, ranks took other numbers for theirs, or one failed alone."""
+def test_a_different_shape_is_an_error(what: str, codec: str | None, size: int) -> None:
+    """In an all_to_all, and in encoded moves, ranks used wrong numbers, or one rank failed alone."""
     move, usual, other = ONE_MORE[what]
 
     def body(comm: Communicator) -> None:
@@ -175,7 +175,7 @@ def test_a_rank_with_another_shape_is_told(what: str, codec: str | None, size: i
 
 @pytest.mark.parametrize("move", [REDUCE, gather(0), reduce_scatter(0), all_to_all(0, 1)], ids=lambda move: move.name)
 @pytest.mark.parametrize("theirs", [("float64", "bf16"), ("float32", "fp8"), ("float32", None)], ids=str)
-def test_a_rank_with_another_codec_or_dtype_is_told(move: Any, theirs: Any) -> None:
+def test_a_different_codec_or_dtype_is_an_error(move: Any, theirs: Any) -> None:
     def body(comm: Communicator) -> None:
         dtype, codec = theirs if comm.rank else ("float32", "bf16")
         with pytest.raises(MismatchError):
@@ -207,7 +207,7 @@ def test_a_weight_is_cut_and_joined() -> None:
         run(size, body)
 
 
-def test_misuse() -> None:
+def test_wrong_arguments_are_refused() -> None:
     def body(comm: Communicator) -> None:
         axis = ParallelAxis(comm)
         with pytest.raises(UsageError, match="has no dimension 3"):

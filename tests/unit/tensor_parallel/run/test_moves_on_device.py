@@ -40,14 +40,16 @@ def run(size: int, function: Callable[[Communicator], None]) -> None:
 
 
 def check(axis: ParallelAxis, move: Redistribute, x: Any, *, may_write: bool = False) -> Redistribute:
-    """Return the move with its lengths, once both have been compared."""
+    """Compare both moves, and return the move with its lengths."""
     array = LATE.wrap(LATE.put(x), "x")
-    found, known = move_on(axis, move, array, may_write=may_write)
+    result, known = move_on(axis, move, array, may_write=may_write)
     expected, same = move_on(axis, move, x.copy())
     assert known == same
-    assert found.shape == expected.shape
-    assert (found is array) == (may_write or move is COPY or (axis.size == 1 and move.name != "all_to_all"))
-    np.testing.assert_array_equal(LATE.fetch(LATE.at(found.address, found.shape, found.dtype, found.owner)), expected)
+    assert result.shape == expected.shape
+    assert (result is array) == (may_write or move is COPY or (axis.size == 1 and move.name != "all_to_all"))
+    np.testing.assert_array_equal(
+        LATE.fetch(LATE.at(result.address, result.shape, result.dtype, result.owner)), expected
+    )
     return known
 
 
@@ -57,8 +59,8 @@ def own(rank: int, *shape: int, dtype: str = "float32") -> Any:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_along_one_dimension(size: int, dim: int) -> None:
-    """Evenly: the first ranks may have more. And the way back, which knows how long all shards are."""
+def test_moves_along_one_dimension_match_the_host(size: int, dim: int) -> None:
+    """Evenly: the first ranks may have more. And the inverse, which has the lengths of all shards."""
 
     def body(comm: Communicator) -> None:
         axis = ParallelAxis(comm)
@@ -76,7 +78,7 @@ def test_along_one_dimension(size: int, dim: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("divide", "join"), [(0, 1), (1, 0), (2, 0), (0, 2), (1, 2), (-1, 1)])
-def test_all_to_all(size: int, divide: int, join: int) -> None:
+def test_exchanges_of_dimensions_match_the_host(size: int, divide: int, join: int) -> None:
     def body(comm: Communicator) -> None:
         axis = ParallelAxis(comm)
         for joined in (4, 1 + comm.rank):
@@ -92,7 +94,7 @@ def test_all_to_all(size: int, divide: int, join: int) -> None:
 
 
 @pytest.mark.parametrize("size", (2, 3))
-def test_shards_of_any_lengths(size: int) -> None:
+def test_shards_of_any_lengths_match_the_host(size: int) -> None:
     """Some have none."""
     lengths = (0, *(4,) * (size - 1))
 
@@ -106,7 +108,7 @@ def test_shards_of_any_lengths(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_whole_arrays(size: int) -> None:
+def test_whole_arrays_match_the_host(size: int) -> None:
     def body(comm: Communicator) -> None:
         axis = ParallelAxis(comm)
         check(axis, COPY, own(comm.rank, *SHAPE))
@@ -117,7 +119,7 @@ def test_whole_arrays(size: int) -> None:
     run(size, body)
 
 
-def test_what_is_encoded_goes_by_the_host() -> None:
+def test_encoded_moves_go_through_the_host() -> None:
     def body(comm: Communicator) -> None:
         axis = ParallelAxis(comm, "bf16")
         for move in (REDUCE, gather(1), reduce_scatter(0), all_to_all(0, 1), scatter(2)):
@@ -126,7 +128,7 @@ def test_what_is_encoded_goes_by_the_host() -> None:
     run(2, body)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_arrays_are_refused() -> None:
     def body(comm: Communicator) -> None:
         axis = ParallelAxis(comm)
 

@@ -25,7 +25,7 @@ def test_numbers_change_for_one_module_alone() -> None:
     assert (both.heads, both.width, own.width) == (2, 1, 5)
 
 
-def test_a_number_of_a_configuration() -> None:
+def test_a_number_of_a_configuration_can_change() -> None:
     config = SimpleNamespace(heads=8)
     modules = [SimpleNamespace(config=config), SimpleNamespace(config=config)]
     number = ModuleNumber(modules[0], "config", "heads")
@@ -36,8 +36,8 @@ def test_a_number_of_a_configuration() -> None:
     assert modules[0].config is config
 
 
-def test_patterns_mean_a_configuration_where_they_say_so() -> None:
-    """`*.heads` would have changed a module's own number, and that of its configuration, which other code reads."""
+def test_patterns_apply_to_a_configuration_only_if_they_name_it() -> None:
+    """`*.heads` would have changed a module's own number, and its configuration's, which other code reads."""
     numbers = ["attn.heads", "attn.config.heads"]
     assert resolve({"*.heads": PerRank()}, [], numbers=numbers).keys() == {"attn.heads"}
     assert resolve({"*.config.heads": PerRank()}, [], numbers=numbers).keys() == {"attn.config.heads"}
