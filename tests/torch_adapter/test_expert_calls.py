@@ -1,4 +1,4 @@
-"""How experts of one's own are called: without rows, to write them, within checkpoints, and when they raise."""
+"""Calls of user-defined experts: without rows, with writes to them, within checkpoints, and with errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rows(rank: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", [Writing, Again, AgainOfLayers, Reentrant, Selective])
 def test_experts_compute_what_the_mlp_does(comm: Communicator, kind: Any) -> None:
-    """Experts were given views that must not be written; what was computed again had the weights of all experts."""
+    """Regression: experts received read-only views, and recomputation used the weights of all experts."""
     options = Experts(2 * comm.size, balance="none")
     own, whole = layer(kind, comm, options), layer(MLP, single(comm), options)
     x = rows(comm.rank).requires_grad_()
@@ -100,7 +100,7 @@ def _every(ctx: Any, op: Any, *args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("policy", [_policy, _every])
 @pytest.mark.parametrize("kind", [plain, None])
 def test_selective_checkpoints_around_experts(comm: Communicator, kind: Any, policy: Any) -> None:
-    """Products of experts were parts of one tensor, which PyTorch took for changed."""
+    """Regression: products of experts were parts of one tensor, which PyTorch took for modified."""
     hidden: dict[str, Any] = {} if kind else {"hidden": 12, "gated": True}
     made = layer(kind, comm, Experts(2 * comm.size, **hidden))
     found = []
@@ -131,11 +131,11 @@ class Mean(MLP):
 
 
 def test_experts_without_rows_have_zeros_as_gradients(comm: Communicator) -> None:
-    """A mean of none is no number, and so were gradients of the experts of a rank to which no token went."""
+    """Regression: a mean over no rows is NaN, and so were the gradients of experts on a rank without tokens."""
     options = Experts(2 * comm.size, top_k=1, balance="none")
     own = layer(Mean, comm, options)
     with torch.no_grad():
-        own.router.weight.zero_()  # all go to the first one
+        own.router.weight.zero_()  # all tokens go to the first one
     own(rows(comm.rank)).sum().backward()
     for name, one in own.experts.named_parameters():
         assert one.grad is not None, name
@@ -165,8 +165,8 @@ class Failing(MLP):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("where", ["backward", "router"])
-def test_what_a_rank_raises_the_others_hear(comm: Communicator, where: str, chunks: int) -> None:
-    """They waited, if it was raised in backward, or by a hook of the router."""
+def test_an_error_on_one_rank_reaches_the_others(comm: Communicator, where: str, chunks: int) -> None:
+    """Regression: the others waited if it was raised in backward or by a hook of the router."""
     mesh = Mesh(dp=-1)
     made = layer(Failing, mesh, Experts(2 * comm.size, chunks=chunks, balance="none"))
     expected = None
@@ -184,7 +184,7 @@ def test_what_a_rank_raises_the_others_hear(comm: Communicator, where: str, chun
         if step in (1, 2):
             with pytest.raises(ValueError if is_odd else PeerError, match="boom" if is_odd else "world|waited"):
                 made(x).sum().backward()
-            if chunks > 1:  # the communicator is given up
+            if chunks > 1:  # the communicator is abandoned
                 break
         else:
             y = made(x)
@@ -199,8 +199,8 @@ def test_what_a_rank_raises_the_others_hear(comm: Communicator, where: str, chun
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("mixes", [False, True])
-def test_experts_that_are_alike_may_have_the_same_gradients(comm: Communicator, mixes: bool) -> None:
-    """Copies of an MLP to which all tokens go by one gate were said to be reduced by somebody."""
+def test_identical_experts_may_have_equal_gradients(comm: Communicator, mixes: bool) -> None:
+    """Regression: an error claimed that the gradients of identical copies of an MLP had already been reduced."""
     torch.manual_seed(1)
     mesh = Mesh(dp=-1)
     model = nn.Sequential(MLP()).double()
@@ -223,8 +223,8 @@ def test_experts_that_are_alike_may_have_the_same_gradients(comm: Communicator, 
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_along_tp_with_other_tokens_are_told_at_the_first_call(comm: Communicator) -> None:
-    """Weights that all have were said to have other gradients, at a step."""
+def test_ranks_along_tp_with_different_tokens_are_refused_at_the_first_call(comm: Communicator) -> None:
+    """Regression: the error came at a step, and named different gradients of shared weights."""
     mesh = Mesh(dp=1, tp=comm.size)
     for x in (rows(comm.rank), rows(0)[: 6 - comm.rank]):
         made = layer(None, mesh, Experts(4, hidden=4 * comm.size))

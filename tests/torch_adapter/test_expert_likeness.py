@@ -1,4 +1,4 @@
-"""Models of ranks that are to have experts: their other weights become rank 0's, what they consist of is compared."""
+"""Models that get experts: other weights are broadcast from rank 0, and the structure is compared."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def batch(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("broadcasts", [False, True])
-def test_ranks_of_other_seeds_train_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
-    """They kept other weights for good, beside the experts that they shared, and nothing said so."""
+def test_ranks_with_different_seeds_train_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
+    """Regression: besides the shared experts, ranks silently kept different weights."""
 
     def train(made: Any, rows: Any, **where: Any) -> Any:
         if where and broadcasts:
@@ -80,7 +80,7 @@ def test_ranks_of_other_seeds_train_the_model_of_rank_0(comm: Communicator, broa
 
 
 @pytest.mark.ranks(min=2)
-def test_weights_are_as_they_were_where_verify_refuses(comm: Communicator) -> None:
+def test_weights_are_restored_if_verify_refuses(comm: Communicator) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +100,7 @@ def test_weights_are_as_they_were_where_verify_refuses(comm: Communicator) -> No
 
 
 class Scaled(nn.Module):
-    """An MLP with attributes that its forward goes by."""
+    """An MLP whose forward uses its attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ class Scaled(nn.Module):
             setattr(self, name, value)
 
 
-def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
-    """Of MLPs texts, integers and tensors were not, of the rest of the model nothing but shapes."""
+def test_structures_of_models_are_compared(comm: Communicator) -> None:
+    """Regression: strings, integers and tensors of MLPs, and all but shapes of the rest, were not compared."""
     if comm.size == 1:
         return
     odd = int(comm.rank == 1)

@@ -1,4 +1,4 @@
-"""A pipeline of tensors on a device: what goes between its stages goes from device to device."""
+"""A pipeline of tensors on a device: values travel between stages from device to device."""
 
 from __future__ import annotations
 
