@@ -1,4 +1,4 @@
-"""Divided attention of PyTorch beside plain attention: masks, inputs, whole transformers."""
+"""Divided attention of PyTorch compared with plain attention: masks, inputs, whole transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tp(comm):
 
 
 def compare(found: Pair, inputs: list[Tensor], which: tuple[int, int, int], **options: Any) -> None:
-    """Compare attention of some inputs: outputs, weights, and all gradients. which: of query, key and value."""
+    """Compare attention: outputs, weights and all gradients. which: the inputs used as query, key and value."""
     kept, outputs = [], []
     for model in found:
         model.zero_grad()
@@ -127,7 +127,7 @@ ATTENTION: Plan = {"*self_attn": Column()}
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("plan", [{**ATTENTION, **FEEDFORWARD}, FEEDFORWARD, ATTENTION])
 def test_encoders(tp, plan, norm_first):
-    """In evaluation PyTorch's fused kernel would read divided weights, and take padding out of tensors."""
+    """In evaluation PyTorch's fused kernel would read divided weights, and remove padding from tensors."""
 
     def make():
         layer = nn.TransformerEncoderLayer(16, 4, 10, 0.0, batch_first=True, norm_first=norm_first)
@@ -145,7 +145,7 @@ def test_encoders(tp, plan, norm_first):
         with context():
             for options in ({}, {"src_key_padding_mask": hidden}):
                 expected, got = found.plain(x, **options), found.divided(x, **options)
-                assert_equal(got[~hidden], expected[~hidden], tolerance=1e-11)  # it is the fused kernel's
+                assert_equal(got[~hidden], expected[~hidden], tolerance=1e-11)  # computed by the fused kernel
 
 
 def test_decoders(tp):
@@ -186,7 +186,7 @@ def test_the_gradient_of_a_learned_mask(comm, tp):
     assert_equal(gradients[1], gradients[0])
 
 
-def test_parallel_attention_is_that_of_pytorch(comm):
+def test_parallel_attention_matches_pytorch(comm):
     alone = comm.split(comm.rank)
     torch.manual_seed(1)
     layer = ParallelAttention(6, 2, alone, bias=False, causal=True)
@@ -196,7 +196,7 @@ def test_parallel_attention_is_that_of_pytorch(comm):
     torch.testing.assert_close(layer(x), expected @ layer.out.weight.t())
 
 
-def test_attention_made_divided(tp):
+def test_attention_constructed_divided(tp):
     torch.manual_seed(3)
     plain = nn.MultiheadAttention(16, 4)
     torch.manual_seed(3)
@@ -220,7 +220,7 @@ def test_autocast(tp):
     got.float().sum().backward()
 
 
-def test_what_does_not_fit_is_refused(tp):
+def test_mismatched_arguments_are_refused(tp):
     attention: Any = parallelize(nn.MultiheadAttention(WIDTH, HEADS), tp, {"": Column()})
     x = random(4, 2, WIDTH).float()
     cases: list[tuple[dict[str, Any], str]] = [

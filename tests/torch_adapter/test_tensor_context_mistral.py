@@ -1,4 +1,4 @@
-"""Mistral of Hugging Face, its sequence divided: a sliding window and padding, as in one process."""
+"""Mistral of Hugging Face with a divided sequence: a sliding window and padding match one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS, WORDS = 17, 31
 
 
 def test_a_sliding_window_and_padding(comm: Any) -> None:
-    """The window of a model is one token longer on the left than one counts: sliding_window=5 is (4, 0)."""
+    """The model's window includes the token itself: sliding_window=5 is (4, 0)."""
     transformers: Any = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.MistralConfig(
@@ -44,7 +44,7 @@ def test_a_sliding_window_and_padding(comm: Any) -> None:
     tokens, seen = torch.randint(WORDS, (2, TOKENS)), torch.ones(2, TOKENS, dtype=torch.int64)
     seen[0, 13:] = 0
     labels = tokens.masked_fill(seen == 0, -100)
-    # Of its own loss, which is of float32, the labels alone.
+    # Its own loss is in float32, so take only the labels.
     logits = plain(tokens, attention_mask=seen).logits[:, :-1]
     expected = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
     expected.backward()
@@ -58,7 +58,7 @@ def test_a_sliding_window_and_padding(comm: Any) -> None:
         loss = ct.context.loss_mean(total, (batch["labels"] != -100).sum(), comm)
         (
             loss / comm.size
-        ).backward()  # as large as in one process: norms round to float32, and 3 times as much otherwise
+        ).backward()  # as large as in one process: otherwise norms, rounded to float32, differ 3 times as much
         torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
         for one, other in zip(divided.parameters(), plain.parameters(), strict=True):
             gradient = ct.all_reduce(one.grad, "sum", ranks=comm)

@@ -1,4 +1,4 @@
-"""What a model leaves behind by another door than its return is whole: a loss may be made of that, too."""
+"""Values that leave a model other than by its return must be whole, as a loss may use them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEEN: list[Any] = []
 
 
 class Model(nn.Module):
-    """A pair of layers, between which something is kept."""
+    """A pair of layers; a value between them is stored."""
 
     def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ def made(keep: Callable[[Any, Tensor], Any]) -> Any:
     return Model(keep).double()
 
 
-def said_of(comm: Any, call: Callable[[], Any]) -> list[str]:
-    """Return what is warned of a plan, on rank 0."""
+def warnings_of(comm: Any, call: Callable[[], Any]) -> list[str]:
+    """Return rank 0's warnings about a plan."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -104,14 +104,14 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("part", ["features", "a scalar"])
-def test_a_part_is_refused_at_each_door(comm: Any, door: str, part: str) -> None:
+def test_a_stored_part_is_refused_at_each_place(comm: Any, door: str, part: str) -> None:
     model = made(lambda model, h: DOORS[door](model, PARTS[part](h)))
     parallelize(model, comm, PLAN)
     refused(comm, lambda: model(X), "by up")
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_whatever_is_made_of_a_part_is_refused(comm: Any, part: str) -> None:
+def test_values_derived_from_a_part_are_refused(comm: Any, part: str) -> None:
     model = made(lambda model, h: setattr(model, "aux", PARTS[part](h)))
     parallelize(model, comm, PLAN)
     refused(comm, lambda: model(X), "up")
@@ -127,7 +127,7 @@ def test_a_part_in_an_argument_is_refused(comm: Any, to: Any) -> None:
     refused(comm, lambda: model(X, type(to)()), "by up")
 
 
-def test_a_part_that_is_written_into_an_argument_is_refused(comm: Any) -> None:
+def test_a_part_written_into_an_argument_is_refused(comm: Any) -> None:
     model = made(lambda to, h: to.copy_(h.sum(-1).detach()))
     parallelize(model, comm, PLAN)
     with pytest.raises(UsageError, match="computed from this rank's shard alone"):
@@ -135,7 +135,7 @@ def test_a_part_that_is_written_into_an_argument_is_refused(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("layer", ["up", ""], ids=["layer", "block"])
-def test_a_hook_that_keeps_a_part_is_refused(comm: Any, layer: str) -> None:
+def test_a_hook_that_stores_a_part_is_refused(comm: Any, layer: str) -> None:
     model = nn.Sequential(made(lambda model, h: None).up, nn.ReLU(), nn.Linear(12, 8).double())
     plan: Any = {"0": Column(), "2": Row()}
     seen: list[Tensor] = []
@@ -159,18 +159,18 @@ class Doubled(nn.ReLU):
         return super().forward(x) * 2
 
 
-def test_a_layer_of_pytorch_that_keeps_a_part_is_refused(comm: Any) -> None:
-    """What it does inside is looked at only if somebody holds it."""
+def test_a_pytorch_layer_that_stores_a_part_is_refused(comm: Any) -> None:
+    """Values inside of such a layer are checked only if they stay referenced."""
     model = nn.Sequential(nn.Linear(8, 12), Noted(), nn.Linear(12, 8)).double()
     parallelize(model, comm, {"0": Column(), "2": Row()})
     refused(comm, lambda: model(X), "what Noted in 1 makes")
     model = nn.Sequential(nn.Linear(8, 12), Doubled(), nn.Linear(12, 8), Noted()).double()
     parallelize(model, comm, {"0": Column(), "2": Row()})
-    assert not said_of(comm, lambda: model(X))
+    assert not warnings_of(comm, lambda: model(X))
 
 
 @pytest.mark.parametrize("look", ["example", "verify", "auto", "evaluated first", "without gradients"])
-def test_each_look_refuses_it(comm: Any, look: str) -> None:
+def test_each_check_refuses_a_stored_part(comm: Any, look: str) -> None:
     model = made(lambda model, h: setattr(model, "aux", h.mean()))
     if look in ("example", "verify"):
         refused(comm, lambda: parallelize(model, comm, PLAN, **{look: X}), "by up")  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def test_each_look_refuses_it(comm: Any, look: str) -> None:
             refused(comm, lambda: parallelize(model, comm, PLAN)(X))
 
 
-def test_what_is_kept_in_training_alone_is_refused_when_it_trains(comm: Any) -> None:
+def test_values_stored_only_in_training_are_refused_in_training(comm: Any) -> None:
     model = made(lambda model, h: setattr(model, "aux", h if model.training else None))
     parallelize(model, comm, PLAN)
     model.eval()(X)
@@ -214,8 +214,8 @@ def trained(model: Any, aux: Callable[[], Tensor]) -> dict[str, Tensor]:
     return {name: weight.grad for name, weight in model.named_parameters()}
 
 
-def test_a_whole_that_is_kept_trains_as_in_one_process(comm: Any) -> None:
-    """What a layer of its own has put together, and a sum that is added up over the ranks."""
+def test_a_stored_whole_value_trains_as_in_one_process(comm: Any) -> None:
+    """The whole may be gathered by the model's own layer, or be a sum over the ranks."""
 
     def keep(model: Any, h: Tensor) -> None:
         total = h.square().sum()
@@ -223,7 +223,7 @@ def test_a_whole_that_is_kept_trains_as_in_one_process(comm: Any) -> None:
 
     plain = made(keep)
     model = parallelize(copy.deepcopy(plain), comm, PLAN)
-    found = said_of(comm, lambda: trained(model, lambda: model.aux[0] + model.aux[1]))
+    found = warnings_of(comm, lambda: trained(model, lambda: model.aux[0] + model.aux[1]))
     assert not found
     expected = trained(plain, lambda: plain.aux[0] + plain.aux[1])
     shards = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
@@ -261,20 +261,20 @@ def _circle(h: Tensor) -> None:
 
 
 @pytest.mark.parametrize("keep", NOT_KEPT)
-def test_what_is_not_kept_is_right(comm: Any, keep: str) -> None:
+def test_temporary_values_are_accepted(comm: Any, keep: str) -> None:
     plain = made(NOT_KEPT[keep])
     expected = plain(X)
     model = made(NOT_KEPT[keep])
     parallelize(model, comm, PLAN)
     found: list[Tensor] = []
-    assert not said_of(comm, lambda: found.append(model(X)))
+    assert not warnings_of(comm, lambda: found.append(model(X)))
     assert torch.allclose(found[0], expected, rtol=1e-10)
 
 
-def test_it_may_be_kept_where_that_is_said(comm: Any) -> None:
+def test_storing_a_part_can_be_allowed(comm: Any) -> None:
     model = made(lambda model, h: setattr(model, "aux", h.mean()))
     parallelize(model, comm, PLAN, divided_output=True)
-    assert not said_of(comm, lambda: model(X))
+    assert not warnings_of(comm, lambda: model(X))
 
 
 def _without_gradients(model: Any, h: Tensor) -> None:
@@ -296,30 +296,30 @@ WITHOUT_GRADIENT: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("keep", WITHOUT_GRADIENT)
-def test_a_part_without_a_gradient_is_warned_of(comm: Any, keep: str) -> None:
+def test_a_stored_part_without_a_gradient_is_warned_of(comm: Any, keep: str) -> None:
     expected = made(WITHOUT_GRADIENT[keep])(X)
     model = made(WITHOUT_GRADIENT[keep])
     parallelize(model, comm, PLAN)
     found: list[Tensor] = []
-    said = said_of(comm, lambda: found.append(model(X)))
+    said = warnings_of(comm, lambda: found.append(model(X)))
     assert torch.allclose(found[0], expected, rtol=1e-10)
     assert len(said) == (comm.rank == 0)
     assert all("each rank keeps a different value" in one and "test_tensor_kept.py" in one for one in said)
 
 
 @pytest.mark.parametrize("number", [lambda h: h.mean().item(), lambda h: h.detach().numpy()], ids=["item", "numpy"])
-def test_numbers_of_a_part_are_warned_of(comm: Any, number: Callable[[Tensor], Any]) -> None:
+def test_numbers_computed_from_a_part_are_warned_of(comm: Any, number: Callable[[Tensor], Any]) -> None:
     model = made(lambda model, h: setattr(model, "aux", number(h)))
     parallelize(model, comm, PLAN)
-    said = said_of(comm, lambda: model(X))
+    said = warnings_of(comm, lambda: model(X))
     assert len(said) == (comm.rank == 0)
     assert all("Python numbers are read from a tensor" in one for one in said)
 
 
-def test_numbers_of_a_whole_are_right(comm: Any) -> None:
+def test_numbers_computed_from_a_whole_are_accepted(comm: Any) -> None:
     model = made(lambda model, h: setattr(model, "aux", model.down(h).mean().item()))
     parallelize(model, comm, PLAN)
-    assert not said_of(comm, lambda: model(X))
+    assert not warnings_of(comm, lambda: model(X))
 
 
 @pytest.mark.parametrize("update", [lambda model, h: model.running.add_(h.detach().mean()),
@@ -334,7 +334,7 @@ def test_an_average_of_a_part_is_refused(comm: Any, update: Callable[[Any, Tenso
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_keep_nothing(comm: Any, reentrant: bool) -> None:
+def test_checkpoints_store_nothing(comm: Any, reentrant: bool) -> None:
     class Outer(nn.Module):
         def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
             super().__init__()
@@ -346,29 +346,29 @@ def test_checkpoints_keep_nothing(comm: Any, reentrant: bool) -> None:
     plan: Any = {f"inner.{name}": style for name, style in PLAN.items()}
     x = X.clone().requires_grad_()
     model: Any = parallelize(Outer(lambda model, h: None), comm, plan)
-    assert not said_of(comm, lambda: model(x).sum().backward())
+    assert not warnings_of(comm, lambda: model(x).sum().backward())
     model = parallelize(Outer(lambda model, h: setattr(model, "aux", h)), comm, plan)
     refused(comm, lambda: model(x), "by inner.up")
 
 
-def test_looks_within_looks_hold_nothing_for_one_another(comm: Any) -> None:
-    """`verify` runs the model, whose first call looks at it, and so does a model whose part is divided by itself."""
+def test_nested_checks_keep_no_references(comm: Any) -> None:
+    """`verify` runs the model, whose first call is checked, and so may be a submodel with its own plan."""
     plain = made(lambda model, h: None)
     model = parallelize(copy.deepcopy(plain), comm, PLAN)
-    assert not said_of(comm, lambda: verify(model, plain, comm, X))
+    assert not warnings_of(comm, lambda: verify(model, plain, comm, X))
     outer = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), made(lambda model, h: None)).double()
     parallelize(outer[2], comm, PLAN)
     parallelize(outer, comm, {"0": Column(), "1": Row()}, example=X)
-    assert not said_of(comm, lambda: outer(X))
+    assert not warnings_of(comm, lambda: outer(X))
 
 
-def test_a_compiled_model_is_looked_at(comm: Any) -> None:
+def test_a_compiled_model_is_checked(comm: Any) -> None:
     model: Any = torch.compile(made(lambda model, h: setattr(model, "aux", h)), backend="eager")
     parallelize(model, comm, PLAN)
     refused(comm, lambda: model(X), "by up")
 
 
-def test_what_meets_parts_is_kept_without_its_gradient(comm: Any) -> None:
+def test_a_value_combined_with_parts_is_stored_without_its_gradient(comm: Any) -> None:
     class Scaled(nn.Module):
         def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
             super().__init__()
@@ -381,6 +381,6 @@ def test_what_meets_parts_is_kept_without_its_gradient(comm: Any) -> None:
 
     plan: Any = {**PLAN, "scale": Replicate(into_sharded=True)}
     model = parallelize(Scaled(lambda model, scale: setattr(model, "aux", scale.detach())).double(), comm, plan)
-    assert not said_of(comm, lambda: model(X))
+    assert not warnings_of(comm, lambda: model(X))
     model = parallelize(Scaled(lambda model, scale: setattr(model, "aux", scale)).double(), comm, plan)
     refused(comm, lambda: model(X), "into_sharded")

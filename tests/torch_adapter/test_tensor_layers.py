@@ -1,4 +1,4 @@
-"""Divided layers of PyTorch beside plain ones: linear, convolutions, norms, whole layers, and what is refused."""
+"""Divided layers of PyTorch compared with plain ones: linear, convolutions, norms, whole blocks, and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_convolutions(tp, dims, mode):
     check(tp, found, random(3, *(9,) * dims))  # without a batch
 
 
-def test_convolutions_apart(tp):
+def test_separate_convolutions(tp):
     image = random(2, 8, 6, 5)
     check(tp, pair(tp, lambda: nn.Conv2d(8, 9, 3), {"": Column(gather=True)}), image)
     check(tp, pair(tp, lambda: nn.Conv2d(8, 8, 3, bias=False), {"": Column()}), image, part=own_head(tp, 1))
@@ -50,7 +50,7 @@ def test_convolutions_apart(tp):
     check(tp, pair(tp, lambda: nn.Conv2d(8, 4, 3), {"": Column(gather=True, sequence=0)}), random(5, 8, 4, 4), shards=0)
 
 
-def test_a_convolution_made_divided(tp):
+def test_a_convolution_constructed_divided(tp):
     torch.manual_seed(3)
     plain = nn.Conv2d(3, 8, 3, dtype=torch.float64)
     torch.manual_seed(3)
@@ -75,7 +75,7 @@ def test_mlp(comm, tp, gated, sequence):
 
 
 class Block(nn.Module):
-    """A block of a transformer without attention, whose residual stream may be divided along a sequence."""
+    """A transformer block without attention, whose residual stream may be divided along a sequence."""
 
     def __init__(self, norm=nn.LayerNorm):
         super().__init__()
@@ -104,7 +104,7 @@ def test_norms_on_shards_of_a_sequence(tp, norm, dim):
 
 
 def test_a_norm_reduces_its_weights_once(tp, monkeypatch):
-    """One message for weight and bias together; none where there are no weights."""
+    """Weight and bias share one message; without weights there is none."""
     plain = commlib.Communicator.all_reduce
     calls: list[Any] = []
 
@@ -133,7 +133,7 @@ def test_second_gradients_through_a_norm(tp):
 
 
 class Shared(nn.Module):
-    """One key for all queries, as where K and V have a single head."""
+    """Attention with one head of keys for all queries."""
 
     def __init__(self):
         super().__init__()
@@ -152,11 +152,11 @@ def test_a_whole_layer_into_divided_ones(tp):
     expected.square().sum().backward()
     got.square().sum().backward()
     assert_equal(found.divided.k.weight.grad, found.plain.k.weight.grad)
-    # k has the same input on every rank, and its gradient is whole: it must not be added again.
+    # k has the same input on every rank, and a whole gradient, which must not be summed again.
     assert_equal(own.grad, whole.grad)
 
 
-def test_what_does_not_fit_is_refused(tp):
+def test_mismatched_layers_are_refused(tp):
     cases: list[tuple[nn.Module, Plan, str]] = [
         (nn.LayerNorm(4), {"": Sequence(-1)}, r"reduces over dimensions \[-1\]"),
         (nn.LayerNorm((3, 4)), {"": Sequence(-2)}, r"reduces over dimensions \[-2, -1\]"),
@@ -178,14 +178,14 @@ def test_what_does_not_fit_is_refused(tp):
 
 
 @pytest.mark.ranks(min=2)
-def test_channels_that_are_not_divided_are_refused(tp):
+def test_undivided_channels_are_refused(tp):
     conv = parallelize(nn.Conv2d(8, 3, 1), tp, {"": Row()})
     with pytest.raises(UsageError, match="8 channels, expected"):
         conv(torch.ones(1, 8, 2, 2))
 
 
-def test_an_input_that_asks_for_a_gradient_later(tp):
-    """The way into a divided layer was remembered from when its input asked for none."""
+def test_an_input_that_requires_a_gradient_later(tp):
+    """Regression: the move into a divided layer was cached while its input required no gradient."""
     layer = parallelize(nn.Linear(4, 6), tp, {"": Column(gather=True)})
     x = torch.ones(2, 4)
     layer(x)
@@ -195,7 +195,7 @@ def test_an_input_that_asks_for_a_gradient_later(tp):
 
 
 def test_inference_mode(tp):
-    """Tensors of inference mode have no version."""
+    """Tensors of inference mode have no version counter."""
     found = pair(tp, Block, IN_SEQUENCE)
     with torch.inference_mode():
         x = random(2, 5, 6)

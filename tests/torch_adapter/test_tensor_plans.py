@@ -1,4 +1,4 @@
-"""Plans of PyTorch models: wrong ones are refused, right ones accepted, and verify names the layer that differs."""
+"""Plans of PyTorch models: invalid ones are refused, valid ones accepted, and verify names the layer that differs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
 
 
 class Slopes(nn.Module):
-    """Draws slopes by a function."""
+    """Computes slopes by a function."""
 
     def forward(self, x):
         return F.rrelu(x, training=self.training)
 
 
 class Attention(nn.Module):
-    """Heads in the ways in which models cut them."""
+    """Heads, split in the ways that models use."""
 
     def __init__(self, kv: int, way: str) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class OwnNorm(nn.Module):
-    """A norm that is made of operations, as many models have it."""
+    """A norm written as operations, as in many models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """GPT with way="chunk"; LLaMA with grouped queries, gates and norms of its own."""
+    """GPT with way="chunk"; LLaMA with grouped queries, gates and its own norms."""
 
     def __init__(self, **options) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def rows():
 
 
 def same_training(plain, divided, x):
-    """Train both for some steps; the losses are equal."""
+    """Train both for some steps and check that losses are equal."""
     optimizers = [torch.optim.Adam(model.parameters(), 1e-2) for model in (plain, divided)]
     for _ in range(3):
         losses = []
@@ -140,7 +140,7 @@ def same_training(plain, divided, x):
 
 
 def refused(tp, model, plan, said, x=None):
-    """The plan is refused before anything is divided, and without an example at the first call."""
+    """Check that the plan is refused before anything is divided, and without an example at the first call."""
     x = rows() if x is None else x
     whole = copy.deepcopy(model)
     with pytest.raises(UsageError, match=said):
@@ -155,7 +155,7 @@ def refused(tp, model, plan, said, x=None):
 class TestPlans:
     @pytest.mark.parametrize("options", [GPT, LLAMA, FUSED])
     def test_auto(self, tp, options):
-        """Names say nothing: plans come from which layer follows which."""
+        """Plans depend on the order of layers, not on their names."""
         said: list[str] = []
         model = made(LanguageModel, **options)
         plain = copy.deepcopy(model)
@@ -180,7 +180,7 @@ class TestPlans:
         assert (divided.linear1.style, divided.linear2.style) == (Column(), Row())
         same_training(plain, divided, rows())
 
-    def test_auto_says_why(self, tp):
+    def test_auto_gives_reasons(self, tp):
         said: list[str] = []
         with pytest.raises(UsageError, match="finds no layer"):
             parallelize(nn.Sequential(nn.Linear(4, 6), nn.Softmax(-1), nn.Linear(6, 4)), tp, "auto",
@@ -191,8 +191,8 @@ class TestPlans:
         with pytest.raises(UsageError, match='expected styles by names of layers, or "auto"'):
             parallelize(nn.Linear(4, 6), tp, "Auto")  # type: ignore[arg-type]
 
-    def test_auto_leaves_out_what_cannot_be_divided(self, tp):
-        """A convolution in groups is as good as any other to the rules, but no layer knows how to divide it."""
+    def test_auto_leaves_out_indivisible_layers(self, tp):
+        """The rules treat grouped convolutions like others, but the layer cannot be divided."""
         said: list[str] = []
         grouped = nn.Sequential(nn.Conv1d(4, 12, 1), nn.ReLU(), nn.Conv1d(12, 4, 1, groups=4))
         model = nn.Sequential(grouped, nn.Sequential(nn.Conv1d(4, 12, 1), nn.ReLU(), nn.Conv1d(12, 4, 1)))
@@ -202,7 +202,7 @@ class TestPlans:
         assert tp.rank or "0.2 cannot be sharded as Row()" in " ".join(said[0].split())
 
     @pytest.mark.parametrize("way", ["verify", "example", "first call"])
-    def test_right_plans(self, tp, way):
+    def test_valid_plans(self, tp, way):
         model = made(Block)
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
@@ -223,7 +223,7 @@ class TestPlans:
     def test_what_is_left_out(self, tp, left_out, said):
         refused(tp, made(Block), {name: style for name, style in PLAN.items() if name != left_out}, said)
 
-    def test_wrong_plans(self, tp):
+    def test_invalid_plans(self, tp):
         fused: Plan = {"g.d": Row(units=HEADS), **PAIR}
         refused(tp, made(Block, **GPT), {**fused, "g.abc": Column(units=HEADS)}, r"chunk in g.*Column\(parts=3\)")
         refused(tp, made(Block, **FUSED), {**fused, "g.abc": Column()}, r"needs a full dimension|fused features")
@@ -238,7 +238,7 @@ class TestPlans:
         slope = nn.Sequential(nn.Linear(8, 12), nn.PReLU(), nn.Linear(12, 8))
         refused(tp, slope, {"0": Column(), "2": Row()}, "take gradients from unsharded values", torch.rand(3, 8))
 
-    def test_an_output_may_stay_divided_if_one_says_so(self, tp):
+    def test_an_output_may_stay_divided_if_declared(self, tp):
         model = nn.Sequential(nn.Linear(8, 12), nn.ReLU())
         refused(tp, copy.deepcopy(model), {"0": Column()}, "a model returns unsharded values", torch.rand(3, 8))
         out = parallelize(model, tp, {"0": Column()}, verify=torch.rand(3, 8), divided_output=True)(torch.rand(3, 8))
@@ -253,14 +253,14 @@ class TestPlans:
         with pytest.raises(UsageError, match="tied weights need one style"):
             parallelize(model, tp, {"0": Column(), "2": Row()}, example=torch.rand(3, 8))
 
-    def test_moves_of_a_model_itself_are_not_judged(self, tp):
-        """On one rank, too, where they move nothing."""
+    def test_a_models_own_moves_are_not_judged(self, tp):
+        """This also holds on one rank, where they move nothing."""
         model = parallelize(made(Moves, tp), tp, {"down": Row()})
         assert model(rows()).shape == rows().shape
 
     @pytest.mark.ranks(min=2)
-    def test_a_fixed_number_of_heads_is_found(self, tp):
-        """einops and views that say how many heads there are mix heads, or fail, on a rank that has some."""
+    def test_a_fixed_number_of_heads_is_detected(self, tp):
+        """einops and views with a fixed number of heads mix heads, or fail, on a rank that has only some."""
 
         class Mixing(nn.Module):
             def __init__(self):
@@ -281,11 +281,11 @@ class TestPlans:
                 alone(rows())
         else:
             with pytest.raises(UsageError, match=r"reshape in the model.* unsharded, but \[2, 5, 6, .*use -1"):
-                alone(rows())  # which warned, with the proof, and went on
+                alone(rows())  # which warned, with the reason, and continued
 
 
 class Moves(nn.Module):
-    """A model that divides rows, and joins them again, by moves of its own."""
+    """A model that scatters and gathers rows by its own moves."""
 
     def __init__(self, axis) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Moves(nn.Module):
 
 
 class Fails(nn.Sequential):
-    """A model that says a shape in numbers."""
+    """A model with a shape in numbers."""
 
     def forward(self, x):
         return self[1](self[0](x).view(3, 2, 6).flatten(1))
@@ -324,7 +324,7 @@ class TestVerify:
 
     @pytest.mark.ranks(min=2)
     def test_a_wrong_gradient_is_named(self, tp):
-        """The forward is right, but a layer loses a part of the gradient on the way back."""
+        """The forward is correct, but a layer loses a part of the gradient."""
 
         class Loses(torch.autograd.Function):
             @staticmethod
@@ -374,7 +374,7 @@ class TestVerify:
             parallelize(nn.Linear(7, 9), tp, {"": Column()}, verify="x")
 
     @pytest.mark.ranks(min=2)
-    def test_a_model_that_fails_when_divided_is_told(self, tp):
+    def test_a_model_that_fails_when_divided_is_reported(self, tp):
         model = Fails(nn.Linear(8, 12), nn.Linear(12, 8))
         with pytest.raises(UsageError, match=r"view in the model.*cannot become \[3, 2, 6\] on this rank.*use -1"):
             parallelize(copy.deepcopy(model), tp, {"0": Column(), "1": Row()}, example=torch.rand(3, 8))
@@ -384,9 +384,9 @@ class TestVerify:
 
 @pytest.mark.ranks(max=2)
 def test_first_calls_are_checked_once(tp):
-    """The check runs the model three times more: with its parts, as the whole, and with its parts beside that.
+    """The check runs the model three more times: divided, whole, and divided next to the whole.
 
-    What goes out of the process tells, but no list that the model appends to.
+    Output of the process reveals the runs, but no list that the model appends to.
     """
     calls, printed = [], io.StringIO()
 

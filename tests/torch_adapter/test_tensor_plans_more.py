@@ -137,7 +137,7 @@ def test_auto_shares_one_head_of_keys(tp):
 
 
 class Without(LanguageModel):
-    """Positions would be those of a shard: they are left out."""
+    """A model without positions, which would be those of a shard."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
@@ -179,8 +179,8 @@ def test_wrong_regions_are_refused(tp, changes, said):
 
 
 @pytest.mark.ranks(min=2, max=2)
-def test_a_rank_of_one_token_waits_for_nobody(tp):
-    """One token goes with any number of others: this rank saw nothing wrong, and waited for one that had raised."""
+def test_a_rank_with_one_token_does_not_wait(tp):
+    """Regression: one token broadcasts: this rank saw no error, and waited for a rank that had raised."""
     divided = parallelize(made(Without), tp, {**ALONG, "down": Row()})
     with pytest.raises(UsageError, match="combine only"):
         divided(words()[:, :3])
@@ -188,7 +188,7 @@ def test_a_rank_of_one_token_waits_for_nobody(tp):
 
 
 @pytest.mark.ranks(max=3)
-def test_logits_stay_divided_for_a_loss_that_knows(tp):
+def test_logits_stay_divided_for_a_loss_that_supports_it(tp):
     model = made(LanguageModel)
     out = parallelize(model, tp, {"words": Vocabulary(), "head": Vocabulary()}, verify=words())(words())
     assert out.shape[-1] <= WORDS
@@ -198,10 +198,10 @@ def test_logits_stay_divided_for_a_loss_that_knows(tp):
 
 @pytest.mark.any_ranks
 class TestAllOrNothing:
-    """A plan that failed at one of its layers left those before it divided."""
+    """Regression: a plan that failed at one of its layers left earlier layers divided."""
 
     def refused(self, comm, model, plan, said, **options):
-        """The model stays what it is, also where ranks hold other values, or one rank alone finds something wrong."""
+        """The model stays unchanged, also if ranks have different values or only one rank detects an error."""
         kinds = [type(module) for module in model.modules()]
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(UsageError, match=said):
@@ -232,7 +232,7 @@ class TestAllOrNothing:
         with pytest.raises(UsageError, match="is sharded already"):
             parallelize(again, comm, {"1": Replicate(into_sharded=True)})
 
-    def test_ranks_that_hold_other_values(self, comm):
+    def test_ranks_with_different_values(self, comm):
         torch.manual_seed(comm.rank)
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
         self.refused(comm, model, {"0": Column()}, "takes all features", example=torch.rand(2, 4))
@@ -251,7 +251,7 @@ class TestAllOrNothing:
 
 
 class GroupedHeads(nn.Module):
-    """8 heads of queries, served by fewer of keys and values."""
+    """8 heads of queries that share fewer heads of keys and values."""
 
     def __init__(self, keys: int, repeats: bool) -> None:
         super().__init__()
@@ -269,8 +269,8 @@ class GroupedHeads(nn.Module):
 
 
 @pytest.mark.ranks(min=2)
-def test_shared_heads_that_are_put_together(tp):
-    """Each was there as often as ranks have it."""
+def test_gathered_shared_heads(tp):
+    """Regression: each head appeared once per rank that has it."""
     if tp.size % 2:
         pytest.skip("two heads")
     plain: Any = made(nn.Linear, WIDTH, 8)
@@ -281,7 +281,7 @@ def test_shared_heads_that_are_put_together(tp):
 
 @pytest.mark.ranks(min=2)
 def test_the_first_call_of_shared_heads(tp):
-    """The whole is put together of what ranks share, to be compared."""
+    """To compare it, the whole is assembled from shared heads."""
     if 8 % tp.size:
         pytest.skip("8 heads")
     keys = tp.size // 2
@@ -297,7 +297,7 @@ def test_the_first_call_of_shared_heads(tp):
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize("auto", [False, True])
 def test_ranks_share_heads_of_keys(tp, auto, repeats):
-    """Fewer heads than ranks were refused. A head's gradient is that of all who share it, its norm counts once."""
+    """Regression: fewer heads than ranks were refused. Sharing ranks sum a head's gradient; its norm counts once."""
     if 8 % tp.size:
         pytest.skip("8 heads")
     keys = tp.size // 2
@@ -324,7 +324,7 @@ def test_ranks_share_heads_of_keys(tp, auto, repeats):
 
 
 class FusedHeads(nn.Module):
-    """Queries, and fewer heads of keys and values, are made by one weight: as Falcon, GPTBigCode and Phi-3 have it."""
+    """One weight makes queries and fewer heads of keys and values, as in Falcon, GPTBigCode and Phi-3."""
 
     def __init__(self, heads: int, keys: int, way: str) -> None:
         super().__init__()
@@ -365,8 +365,8 @@ class FusedHeads(nn.Module):
         *(pytest.param(7, 1, way, marks=pytest.mark.long) for way in ("split", "pieces")),
     ],
 )
-def test_ranks_share_heads_that_are_fused(tp, heads, keys, way):
-    """One weight was all divided or all whole: a head of keys for all queries left it, and the output, whole."""
+def test_ranks_share_fused_heads(tp, heads, keys, way):
+    """Regression: a weight was all divided or all whole: one head of keys for all queries left it whole."""
     if keys > 1 and heads % tp.size:
         pytest.skip("8 heads")
     model: Any = made(FusedHeads, heads, keys, way)
@@ -405,7 +405,7 @@ def test_ranks_share_heads_that_are_fused(tp, heads, keys, way):
 
 
 class WrittenOut(nn.Linear):
-    """As some models have it."""
+    """A linear layer written out, as in some models."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.T + self.bias
@@ -423,7 +423,7 @@ class Noted(WrittenOut):
 
 
 class FixedHeads(nn.Module):
-    """Asks for all heads by a number of its own, as Falcon does."""
+    """Uses a fixed number of all heads, as Falcon does."""
 
     def __init__(self, kind: type[nn.Linear]) -> None:
         super().__init__()
@@ -438,8 +438,8 @@ class FixedHeads(nn.Module):
 
 
 @pytest.mark.ranks(max=3)
-def test_numbers_of_heads_become_those_of_a_rank(tp):
-    """A model that gives a number of heads was left whole."""
+def test_numbers_of_heads_become_local(tp):
+    """Regression: a model that uses a number of heads stayed whole."""
     plain: Any = made(FixedHeads, WrittenOut)
     own: Plan = {"qkv": Column(units=HEADS), "o": Row(units=HEADS), "heads": PerRank(HEADS)}
     for plan in ("auto", own):
@@ -455,7 +455,7 @@ def test_numbers_of_heads_become_those_of_a_rank(tp):
 
 
 class Biased(nn.Module):
-    """Attention with a bias for each head, which comes from outside, heads joined with the batch or not."""
+    """Attention with an external bias for each head; heads may be joined with the batch."""
 
     def __init__(self, joined: bool) -> None:
         super().__init__()
@@ -476,7 +476,7 @@ class Biased(nn.Module):
 
 
 class Slopes(nn.Module):
-    """Makes the biases. learned: they are weights."""
+    """Computes the biases. learned: they are weights."""
 
     def __init__(self, joined: bool, *, learned: bool = False) -> None:
         super().__init__()
@@ -499,8 +499,8 @@ class LearnedSlopes(Slopes):
 
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("joined", [True, False])
-def test_biases_of_heads_become_those_of_a_rank(tp, joined):
-    """Constants of all heads, as ALiBi's, kept attention whole."""
+def test_biases_of_heads_become_local(tp, joined):
+    """Regression: constants for all heads, as in ALiBi, kept attention whole."""
     plain: Any = made(Slopes, joined)
     own: Plan = {"*.qkv": Column(units=HEADS), "*.o": Row(units=HEADS), "*.heads": PerRank(HEADS)}
     own = {**own, "*.biases": Slice(0, HEADS)}
@@ -520,7 +520,7 @@ def test_biases_of_heads_become_those_of_a_rank(tp, joined):
 
 
 class ManyBiased(nn.Module):
-    """With biases of several names."""
+    """Attention with biases of several names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -544,8 +544,8 @@ class ManySlopes(nn.Module):
 
 
 @pytest.mark.ranks(max=3)
-def test_several_arguments_are_noted_in_one_order(tp):
-    """That of a set of names is another one in each process: `verify` then called the plan wrong, now and then."""
+def test_several_arguments_are_recorded_in_one_order(tp):
+    """Regression: the order of a set of names differs among processes, so that `verify` sometimes refused the plan."""
     plain: Any = made(ManySlopes)
     own: Plan = {"*.qkv": Column(units=HEADS), "*.o": Row(units=HEADS), "*.heads": PerRank(HEADS)}
     slices = {f"block.{name}": Slice(0, HEADS) for name in ("far", "near", "left", "right", "both")}
@@ -554,8 +554,8 @@ def test_several_arguments_are_noted_in_one_order(tp):
 
 
 @pytest.mark.ranks(min=2, max=2)
-def test_learned_biases_of_heads_are_no_slices(tp):
-    """Each rank would have the gradient of its heads alone."""
+def test_learned_biases_of_heads_are_not_sliced(tp):
+    """Each rank would have only the gradient of its own heads."""
     plain: Any = made(LearnedSlopes)
     own: Plan = {"*.qkv": Column(units=HEADS), "*.o": Row(units=HEADS), "attention.heads": PerRank(HEADS)}
     with pytest.raises(UsageError, match="not a constant"):
@@ -564,13 +564,13 @@ def test_learned_biases_of_heads_are_no_slices(tp):
 
 @pytest.mark.ranks(max=2)
 @pytest.mark.parametrize("kind", [Scaled, Noted])
-def test_a_linear_layer_that_computes_something_else(tp, kind):
+def test_a_linear_layer_with_another_computation(tp, kind):
     with pytest.raises(UsageError, match=f"qkv is a {kind.__name__}, but Column is for"):
         parallelize(made(FixedHeads, kind), tp, {"qkv": Column(units=HEADS)})
 
 
 class HeadNorm(nn.Module):
-    """A norm of each head, written out."""
+    """A norm of each head, written as operations."""
 
     def __init__(self, mixes: bool = False) -> None:
         super().__init__()
@@ -582,7 +582,7 @@ class HeadNorm(nn.Module):
 
 
 class NormedHeads(nn.Module):
-    """As Qwen3 has it."""
+    """Attention with normalised heads, as in Qwen3."""
 
     def __init__(self, mixes: bool = False) -> None:
         super().__init__()
@@ -597,8 +597,8 @@ class NormedHeads(nn.Module):
 
 
 @pytest.mark.ranks(max=3)
-def test_a_norm_of_each_head_that_is_written_out(tp):
-    """Each rank had a part of the gradient of its weight, so that attention stayed whole."""
+def test_a_norm_of_each_head_written_out(tp):
+    """Regression: each rank had a part of its weight's gradient, so that attention stayed whole."""
     plain: Any = made(NormedHeads)
     model = copy.deepcopy(plain)
     parallelize(model, tp, "auto", verify=rows(), report=lambda table: None)
@@ -608,6 +608,6 @@ def test_a_norm_of_each_head_that_is_written_out(tp):
 
 
 @pytest.mark.ranks(max=2)
-def test_what_mixes_positions_is_no_norm(tp):
+def test_an_operation_that_mixes_positions_is_no_norm(tp):
     with pytest.raises(UsageError, match="norm is a HeadNorm, but Sequence is for"):
         parallelize(made(NormedHeads, True), tp, {"norm": Sequence(2)})

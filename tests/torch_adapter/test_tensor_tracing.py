@@ -1,4 +1,4 @@
-"""Traces of PyTorch models: the equations of their operations are right, and results are those without tracing."""
+"""Traces of PyTorch models: equations of operations are correct, and results match those without tracing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.inputs.traces import holds
     ],
 )  # fmt: skip
 def test_operations_are_traced(run):
-    """Results are those without tracing, and shapes are those of the results."""
+    """Results match those without tracing, and shapes match the results."""
 
     class Runs(nn.Module):
         def forward(self, x):
@@ -40,7 +40,7 @@ def test_operations_are_traced(run):
 
 
 def operations():
-    """Operations, and shapes of their inputs: of even lengths, so that halves of them can be computed."""
+    """Return operations with shapes of their inputs, whose lengths are even, so that halves can be computed."""
     one, heads = ((2, 4, 6),), ((2, 4, 6, 8),) * 3
     return {
         "add": (lambda x, y: x + y, ((2, 4, 6), (4, 1))),
@@ -85,8 +85,8 @@ def operations():
 
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize("name", operations())
-def test_equations_are_those_of_the_operations(name):
-    """Halves of the inputs along a dimension give the halves of the result along the same one."""
+def test_equations_match_the_operations(name):
+    """Halves of the inputs along a dimension give the halves of the result along that dimension."""
     run, shapes = operations()[name]
 
     class Runs(nn.Module):

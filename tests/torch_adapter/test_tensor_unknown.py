@@ -1,6 +1,6 @@
-"""Operations that the rules do not know were wrong in silence, by 12 to 110 %, under "auto" and under own plans.
+"""Operations unknown to the rules were silently wrong, by 12 to 110 %, under "auto" and under own plans.
 
-One process is the oracle: a copy of the model that was made before.
+The oracle is one process: an earlier copy of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLAN: Plan = {"up": Column(), "down": Row()}
 
 
 class Half(torch.autograd.Function):
-    """A function of the user's that looks at all features."""
+    """A user-defined function that uses all features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Half(torch.autograd.Function):
 
 
 class Twice(torch.autograd.Function):
-    """One that looks at one element at a time."""
+    """A user-defined function of single elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Twice(torch.autograd.Function):
 
 
 class Back(torch.autograd.Function):
-    """One whose gradient alone looks at all features."""
+    """A user-defined function whose gradient alone uses all features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Back(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """One of two tensors. The gradient of the second looks at all features if `whole` is True."""
+    """A function of two tensors. With `whole`, the gradient of the second one uses all features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, whole: bool) -> Tensor:
@@ -144,7 +144,7 @@ class Images(nn.Module):
 
 
 class Picking(nn.Module):
-    """Several layers in which the best of some experts works on a row."""
+    """Several layers in which the best of some experts processes a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Picking(nn.Module):
 
 
 class Applied(nn.Module):
-    """A function as a layer."""
+    """A layer that applies a function."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class TestWrong:
 
     @pytest.mark.parametrize("name", EVERY)
     def test_own_plans_are_refused(self, tp: Any, name: str) -> None:
-        """With example= before anything is divided, and without one at the first call."""
+        """With example= it is refused before anything is divided, otherwise at the first call."""
         model = made(Mlp, WRONG[name])
         with pytest.raises(UsageError, match=r"test_tensor_unknown\.py:\d+"):
             parallelize(model, tp, PLAN, example=rows())
@@ -217,7 +217,7 @@ class TestWrong:
 class TestRight:
     @pytest.mark.parametrize("way", ["example", pytest.param("verify", marks=pytest.mark.long), "first call"])
     @pytest.mark.parametrize("name", [name for name in RIGHT if name != "a condition"])  # one bit proves nothing
-    def test_nothing_is_said(self, tp: Any, name: str, way: str) -> None:
+    def test_valid_operations_pass_without_a_warning(self, tp: Any, name: str, way: str) -> None:
         model = made(Mlp, RIGHT[name])
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
@@ -227,7 +227,7 @@ class TestRight:
             is_right(plain, model, rows())
 
     @pytest.mark.parametrize("name", RIGHT)
-    def test_auto_is_right(self, tp: Any, name: str) -> None:
+    def test_auto_divides_valid_operations_correctly(self, tp: Any, name: str) -> None:
         model = made(Two, RIGHT[name])
         plain = copy.deepcopy(model)
         parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
@@ -245,8 +245,8 @@ class TestRight:
         assert hasattr(model.up, "style")
 
     @pytest.mark.parametrize("way", ["example", "first call"])
-    def test_what_is_picked_in_low_precision(self, tp: Any, way: str) -> None:
-        """Rounding makes another expert the best one for some words, and so all after it other numbers."""
+    def test_choices_in_low_precision(self, tp: Any, way: str) -> None:
+        """Rounding selects another expert for some words, and so changes all later numbers."""
         model = made(lambda _: Picking(), None).bfloat16()
         x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
         with warnings.catch_warnings():
@@ -257,7 +257,7 @@ class TestRight:
 
     @pytest.mark.parametrize("verb", ["moves", "verbs"])
     def test_a_model_that_communicates_itself(self, tp: Any, verb: str) -> None:
-        """It is right only while it is divided, so that its whole is no measure."""
+        """It is correct only while divided, so the whole is no reference."""
 
         def total(x: Tensor) -> Any:
             return reduce(x, tp) if verb == "moves" else commlib_torch.all_reduce(x.detach(), ranks=tp)
@@ -270,8 +270,8 @@ class TestRight:
             torch.testing.assert_close(model(rows()), plain(rows()), rtol=0, atol=1e-10)
 
     @pytest.mark.parametrize("way", ["example", "first call", "auto"])
-    def test_values_that_are_written(self, tp: Any, way: str) -> None:
-        """A layer takes what is added to in place afterwards: each is held against what it was then."""
+    def test_values_may_be_overwritten(self, tp: Any, way: str) -> None:
+        """A layer's input is later modified in place: each value is compared with its state at that time."""
 
         class Written(nn.Module):
             def __init__(self) -> None:
@@ -287,7 +287,7 @@ class TestRight:
         plain = copy.deepcopy(model)
         options: dict[str, Any] = {} if way == "first call" else {"example": rows(), "report": lambda table: None}
         parallelize(model, tp, "auto" if way == "auto" else PLAN, **options)
-        with torch.no_grad():  # its own gradient needs what it has overwritten
+        with torch.no_grad():  # its own gradient needs the overwritten value
             torch.testing.assert_close(model(rows()), plain(rows()), rtol=0, atol=1e-10)
         assert hasattr(model.up, "style")
 
@@ -304,7 +304,7 @@ class TestRight:
 
 @pytest.mark.ranks(min=2, max=3)
 class TestGradientsOfFunctions:
-    """Forwards agreed, and gradients that look at all features were wrong in silence."""
+    """Regression: forwards matched, and gradients that use all features were silently wrong."""
 
     @pytest.mark.parametrize("name", WRONG_BACKWARD)
     def test_wrong_ones_are_refused(self, tp: Any, name: str) -> None:
@@ -313,13 +313,13 @@ class TestGradientsOfFunctions:
             parallelize(model, tp, PLAN, example=rows())
         divided = parallelize(model, tp, PLAN)
         with torch.no_grad():
-            divided(rows())  # of which nobody asks for gradients
+            divided(rows())  # without gradients
         with pytest.raises(UsageError, match=r"the gradient of (Back|Gated) in the model, .*test_tensor_unknown\.py"):
             divided(rows())
 
     @pytest.mark.long
     def test_operators_of_libraries(self, tp: Any) -> None:
-        """They are no autograd functions, and have a backward of their own all the same."""
+        """They are not autograd functions, but have their own backward."""
         twice = torch.library.custom_op("commlib_tests::twice", lambda x: x * 2, mutates_args=(),
                                         schema="(Tensor x) -> Tensor")  # fmt: skip
         for gradient in (lambda _, gradient: gradient * 2, lambda _, gradient: Back.backward(None, gradient)):
@@ -334,7 +334,7 @@ class TestGradientsOfFunctions:
 
     @pytest.mark.parametrize("way", ["first call", "example", "auto"])
     @pytest.mark.parametrize("name", RIGHT_BACKWARD)
-    def test_right_ones_pass_in_silence(self, tp: Any, name: str, way: str) -> None:
+    def test_valid_functions_pass_silently(self, tp: Any, name: str, way: str) -> None:
         model = made(Two, RIGHT_BACKWARD[name])
         plain = copy.deepcopy(model)
         options: dict[str, Any] = {} if way == "first call" else {"example": rows(), "report": lambda table: None}
@@ -347,7 +347,7 @@ class TestGradientsOfFunctions:
 
 
 def test_auto_tries_functions_on_parts(tp: Any) -> None:
-    """Whatever was an autograd function left its pair whole; one whose backward looks at all features still does."""
+    """Regression: any autograd function left its pair whole; one whose backward uses all features still does."""
     torch.manual_seed(0)
     for function in (Twice, Back, Half):
         model = Two(lambda h, function=function: function.apply(h)).double()
@@ -363,8 +363,8 @@ def test_auto_tries_functions_on_parts(tp: Any) -> None:
         torch.testing.assert_close(model.first.up.weight.grad, expected, rtol=0, atol=1e-10)
 
 
-def test_activations_of_blocks(tp: Any) -> None:
-    """A function of all hidden features was taken for an activation."""
+def test_functions_of_all_hidden_features_are_no_activations(tp: Any) -> None:
+    """Regression: such a function was taken for an activation."""
     for activation in (lambda h: h.softmax(-1), lambda h: h / h.norm(), lambda h: h * h.shape[-1]):
         with pytest.raises(UsageError, match="needs all hidden features"):
             ParallelMLP(8, 12, tp, activation=activation)
@@ -383,20 +383,20 @@ def test_pipelines_compare_an_example(comm: Any, name: str) -> None:
 
 
 @pytest.mark.ranks(min=2, max=3)
-def test_batches_that_differ_are_told(tp: Any) -> None:
-    """Each rank computed with its own batch, and with the others' parts of theirs."""
+def test_different_batches_are_refused(tp: Any) -> None:
+    """Regression: each rank combined its own batch with the other ranks' parts of theirs."""
     model = parallelize(made(Mlp, torch.relu), tp, PLAN)
     with pytest.warns(UserWarning, match="the same batch") if tp.rank == 0 else nullcontext():
         model(rows() + tp.rank)
 
 
 @pytest.mark.ranks(min=2, max=3)
-class TestWhatCannotBeTold:
-    """Where numbers cannot decide, a warning says what the rules do not know, and where."""
+class TestUndecidable:
+    """If numbers cannot decide, a warning names the unknown operation and its place."""
 
     @pytest.mark.parametrize("name", ["fft", "item", "autograd function", "vmap"])
-    def test_of_a_part_that_comes(self, tp: Any, name: str) -> None:
-        """The input of the model is divided already: there is no whole to run."""
+    def test_an_input_that_is_a_part(self, tp: Any, name: str) -> None:
+        """The model's input is already divided, so no whole can be run."""
 
         class Inside(nn.Module):
             def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Embeddings, logits and their loss, divided by words: beside plain ones."""
+"""Embeddings, logits and their loss, divided by words, compared with plain ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_embedding_by_words(tp, padding):
 
 
 class Scaled(nn.Embedding):
-    """As those of Gemma and BART."""
+    """A scaled embedding as in Gemma and BART."""
 
     def forward(self, words):
         return super().forward(words) * self.embedding_dim**0.5
@@ -66,8 +66,8 @@ class OverTheSequence(nn.Embedding):
         return super().forward(words).cumsum(1)
 
 
-def test_an_embedding_that_changes_what_it_finds(tp):
-    """One that scales its rows was refused, and left whole with the logits that share its weight."""
+def test_an_embedding_that_changes_its_rows(tp):
+    """Regression: an embedding that scales its rows stayed whole, with the logits that share its weight."""
     for style, part in ((Vocabulary(), lambda whole: whole), (Vocabulary(sequence=1), own_head(tp, 1))):
         found = pair(tp, lambda: Scaled(WORDS, 5, padding_idx=4), {"": style})
         check(tp, found, words(3, 7), part=part)
@@ -91,7 +91,7 @@ def test_an_embedding_by_features(tp):
 
 
 def test_norms_of_words(tp):
-    """max_norm changes the rows that are looked up, and no others."""
+    """max_norm changes only the rows that are looked up."""
     found = pair(tp, lambda: nn.Embedding(WORDS, 5, max_norm=0.5), {"": Vocabulary()})
     asked = torch.tensor([1, 1, WORDS - 1])
     assert_equal(found.divided(asked), found.plain(asked))
@@ -100,7 +100,7 @@ def test_norms_of_words(tp):
     assert_equal(found.divided(every), found.plain(every))
 
 
-def test_layers_made_divided(tp):
+def test_layers_constructed_divided(tp):
     made: list[tuple[Any, Any, torch.Tensor]] = [
         (lambda: nn.Embedding(WORDS, 5), lambda: VocabularyEmbedding(WORDS, 5, tp), words(4)),
         (lambda: nn.Embedding(WORDS, 5), lambda: ColumnEmbedding(WORDS, 5, tp, style=Column(gather=True)), words(4)),
@@ -115,7 +115,7 @@ def test_layers_made_divided(tp):
 
 
 class Language(nn.Module):
-    """An embedding and the logits that share its weight."""
+    """An embedding, and the logits that share its weight."""
 
     def __init__(self, tied: bool = True):
         super().__init__()
@@ -152,7 +152,7 @@ def test_logits(tp, tied, sequence):
 @pytest.mark.parametrize("sequence", [None, 1])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_training_with_an_optimizer_made_before(tp, optimizer, sequence):
-    """Losses of a plain model and a divided one, step after step, with tied weights."""
+    """Losses of a plain and a divided model with tied weights are equal in each step."""
     plain = pair(tp, Language, plan_of()).plain
     divided = copy.deepcopy(plain)
     losses: list[list[torch.Tensor]] = []
@@ -209,7 +209,7 @@ def test_cross_entropy(tp, shape, smoothing, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_cross_entropy_with_weights_of_words(tp, smoothing, reduction):
-    """There were none; with smoothing they weigh each word's part of it, and a mean is by the targets' weights."""
+    """With smoothing, weights apply to each word's part of the loss, and a mean divides by the targets' weights."""
     whole, target, weight = random(2, 3, WORDS) * 5, words(2, 3, seed=3), random(WORDS, seed=2).abs()
     target[0, 1], weight[4] = 7, 0
     options = {"ignore_index": 7, "label_smoothing": smoothing, "reduction": reduction}
@@ -225,8 +225,8 @@ def test_cross_entropy_with_weights_of_words(tp, smoothing, reduction):
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_with_other_targets_are_told(tp):
-    """One computed the loss of other words than the other, and nobody noticed."""
+def test_different_targets_on_ranks_are_refused(tp):
+    """Regression: ranks silently computed the loss of different words."""
     own, target, weight = own_head(tp)(random(4, WORDS)), words(4), random(WORDS).abs()
     other = target.roll(1) if tp.rank else target
     for _ in range(2):
@@ -236,7 +236,7 @@ def test_ranks_with_other_targets_are_told(tp):
             vocabulary_cross_entropy(own, target, tp, weight=weight.flip(0) if tp.rank else weight)
         with pytest.raises(MismatchError, match="ignore_index"):
             vocabulary_cross_entropy(own, target, tp, ignore_index=-tp.rank)
-    # One that caught its own error had its next call taken for this one.
+    # Regression: after a caught error, a rank's next call was matched with the failed one.
     with pytest.raises(UsageError if tp.rank else MismatchError, match="target of shape" if tp.rank else "same call"):
         vocabulary_cross_entropy(own, target[1:] if tp.rank else target, tp)
     vocabulary_cross_entropy(own, target, tp, weight=weight)
@@ -244,7 +244,7 @@ def test_ranks_with_other_targets_are_told(tp):
 
 @pytest.mark.ranks(min=2)
 def test_whole_logits_are_refused(tp):
-    """Gathered logits were taken for those of as many times the words: another loss, and another gradient."""
+    """Regression: gathered logits were taken for a larger vocabulary, with a wrong loss and gradient."""
     target, head = words(4), VocabularyLinear(5, WORDS, tp, style=Vocabulary(gather=True))
     whole = random(4, WORDS)
     for logits in (head(random(4, 5).float()), head(random(1, 5).float()), gather(own_head(tp)(whole), tp, -1), whole):
@@ -252,8 +252,8 @@ def test_whole_logits_are_refused(tp):
             vocabulary_cross_entropy(logits * 2, target[: len(logits)], tp)
 
 
-def test_divided_logits_that_are_alike_are_not_refused(tp):
-    """A head that begins with zeros makes the same logits on all ranks; others are told by `vocabulary`."""
+def test_equal_divided_logits_are_accepted(tp):
+    """A head that starts with zeros makes equal logits on all ranks; `vocabulary` identifies the others."""
     for own, options in (
         (torch.zeros(4, 3).double(), {}),
         (torch.full((4, 3), torch.nan).double(), {}),
@@ -265,8 +265,8 @@ def test_divided_logits_that_are_alike_are_not_refused(tp):
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_with_other_logits_are_told(tp):
-    """The core refused a reduction of so many numbers, and named neither logits nor rows."""
+def test_different_logits_on_ranks_are_refused(tp):
+    """Regression: the core's error was about a reduction, and named neither logits nor rows."""
     own, target, is_other = own_head(tp)(random(4, WORDS)), words(4), tp.rank == 1
     with pytest.raises(MismatchError, match=f"logits of {3 if is_other else 4} rows, and other ranks have others"):
         vocabulary_cross_entropy(own[1:] if is_other else own, target[1:] if is_other else target, tp)
@@ -307,7 +307,7 @@ def test_cross_entropy_of_narrow_floats(tp, dtype):
 
 
 def test_cross_entropy_twice(tp):
-    """Its gradient may be taken again where the graph is kept; there is none of that gradient."""
+    """Its gradient may be computed again if the graph is kept, but has no second derivative."""
     logits = own_head(tp)(random(4, WORDS)).clone().requires_grad_()
     loss = vocabulary_cross_entropy(logits, words(4), tp)
     first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
@@ -316,7 +316,7 @@ def test_cross_entropy_twice(tp):
         torch.autograd.grad(loss, logits, create_graph=True)
 
 
-def test_what_does_not_fit_is_refused(tp):
+def test_mismatched_arguments_are_refused(tp):
     cases: list[tuple[nn.Module, Any, str]] = [
         (nn.Embedding(WORDS, 4, sparse=True), Vocabulary(), "sparse=True"),
         (nn.Embedding(WORDS, 4, scale_grad_by_freq=True), Vocabulary(), "scale_grad_by_freq=True"),
@@ -351,8 +351,8 @@ def test_tied_weights_need_one_style(tp):
         parallelize(Language(), tp, {"table": Column(), "head": Vocabulary()})
 
 
-def test_own_words_only(tp):
-    """Each rank holds its words: uneven numbers of them, and no padding."""
+def test_only_local_words(tp):
+    """Each rank has its own words: their number is uneven, and there is no padding."""
     table: Any = parallelize(nn.Embedding(WORDS, 4), tp, {"": Vocabulary()})
     assert len(table.weight) == even(WORDS, tp.size).counts[tp.rank]
 
