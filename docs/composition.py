@@ -140,13 +140,13 @@ KERAS: Pairs = {
     ("PP", "compression"): Pair(_K + "test_pipeline.py::test_short_floats_and_codecs"),
     ("PP", "AMP"): Pair(
         _K + "test_pipeline_recompute_layers.py::test_masks_loops_and_short_floats[mixed_bfloat16]",
-        _K + "test_pipeline.py::test_what_makes_no_sense",
+        _K + "test_pipeline.py::test_invalid_arguments_are_refused",
         "`LossScaleOptimizer`: use `mixed_bfloat16`, which needs no loss scaling",
     ),
     ("PP", "recompute"): Pair(_K + "test_pipeline_recompute_layers.py::test_single_layers"),
     ("PP", "compile"): Pair(
-        _K + "test_pipeline.py::test_fit_is_that_of_one_process",
-        _K + "test_pipeline.py::test_what_makes_no_sense",
+        _K + "test_pipeline.py::test_fit_matches_one_process",
+        _K + "test_pipeline.py::test_invalid_arguments_are_refused",
         _XLA,
     ),
     ("TP", "CP"): Pair(_K + "test_tensor_pairs.py::test_pairs[cp tp]"),

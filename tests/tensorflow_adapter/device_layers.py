@@ -1,4 +1,4 @@
-"""Bodies of tests: moves and divided layers on TensorFlow's tensors of a device compute what they do on the host."""
+"""Bodies of tests: moves and divided layers on TensorFlow's tensors of a device compute the results of the host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _drawn(seed: int, *shape: int) -> Any:
 
 
 def moves(comm: Any, place: Any, traced: bool) -> None:
-    """What layers of tensor parallelism are made of, forward and backward; lengths are even, and not."""
+    """The moves of tensor parallelism, forward and backward, with even and uneven lengths."""
     axis = ParallelAxis(comm)
     shapes = {
         "copy": (3, 4),
@@ -75,7 +75,7 @@ def moves(comm: Any, place: Any, traced: bool) -> None:
 
 
 def sequences(comm: Any, place: Any, method: Any, traced: bool) -> None:
-    """Attention over a divided sequence: keys, values and their gradients go from device to device."""
+    """Attention over a divided sequence sends keys, values and their gradients from device to device."""
     counts = SequenceLayout(4 * comm.size + 3, comm.size, "balanced").counts
     axis = ParallelAxis(comm)
 
@@ -90,7 +90,7 @@ def sequences(comm: Any, place: Any, method: Any, traced: bool) -> None:
             return out, tape.gradient(loss, [q, k, v])
 
         call = tf.function(both) if traced else both
-        for turn in range(3):  # each message has a slot that another one had
+        for turn in range(3):  # each message reuses the slot of an earlier one
             seed = 10 * comm.rank + turn
             inputs = [put(_drawn(seed + 100 * n, 2, heads, counts[comm.rank], 6)) for n, heads in enumerate((4, 2, 2))]
             found[f"{turn}"], gradients = call(*inputs)
@@ -101,7 +101,7 @@ def sequences(comm: Any, place: Any, method: Any, traced: bool) -> None:
 
 
 def divided_layers(comm: Any, place: Any) -> None:
-    """A Keras model by a plan: the sequence is divided between its layers, and not evenly."""
+    """A Keras model with a plan that divides the sequence between its layers unevenly."""
 
     def run(put: Callable[[Any], Any]) -> Found:
         keras.utils.set_random_seed(3)
@@ -125,7 +125,7 @@ def divided_layers(comm: Any, place: Any) -> None:
 
 
 def stages(comm: Any, place: Any) -> None:
-    """A pipeline whose values go from device to device, forward and backward; steps follow each other."""
+    """A pipeline sends values from device to device, forward and backward, in successive steps."""
 
     def run(put: Callable[[Any], Any]) -> Found:
         keras.utils.set_random_seed(4)

@@ -1,4 +1,4 @@
-"""Names that Keras makes count what a process has made before: ranks that have made other layers meet all the same."""
+"""Names with Keras' process-wide counters: ranks that have created different layers still communicate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_others(count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def other_numbers(comm: Communicator) -> Iterator[None]:
-    """Layers are counted from other numbers on each rank, and from the same ones after the test."""
+    """Make counters of layers differ among ranks, and be equal again after the test."""
     make_others(comm.rank)
     yield
     make_others(comm.size - 1 - comm.rank)
@@ -49,7 +49,7 @@ def model(norm: Any) -> Any:
 
 
 def test_layers_that_synchronise_in_fit(comm: Communicator) -> None:
-    """They waited for each other for ever, by names of their own."""
+    """Regression: they waited for each other for ever, under different names."""
     x, y, rows = data(comm)
     whole, made = model(keras.layers.BatchNormalization()), model(hvd.SyncBatchNormalization())
     names = comm.all_gather_object([layer.name for layer in made.layers])
@@ -88,8 +88,8 @@ def test_layers_in_another_order_are_refused(comm: Communicator) -> None:
         tape.gradient(loss, made.trainable_variables)
 
 
-def test_layers_that_ranks_freeze_differently_may_have_such_names(comm: Communicator) -> None:
-    """Rank 0 trains the first two of three layers that are alike, and the others the last two: rank 0 warns."""
+def test_alike_layers_frozen_differently_are_warned_of(comm: Communicator) -> None:
+    """Rank 0 trains the first two of three equal layers, and the others the last two: rank 0 warns."""
     keras.utils.set_random_seed(0)
     dense = [keras.layers.Dense(WIDTH) for _ in range(3)]
     made = keras.Sequential([keras.Input((WIDTH,)), *dense])
@@ -106,7 +106,7 @@ def test_layers_that_ranks_freeze_differently_may_have_such_names(comm: Communic
 
 @pytest.mark.parametrize("functional", [False, True])
 def test_experts(comm: Communicator, functional: bool) -> None:
-    """MLPs of a model become experts, and layers are made as such."""
+    """MLPs of a model become experts, or layers are constructed as experts."""
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(8, "relu"), keras.layers.Dense(WIDTH)]
     if functional:

@@ -1,4 +1,4 @@
-"""Examples in the docstrings of TensorFlow's adapter are true: doctest runs them on two ranks."""
+"""Examples in the docstrings of TensorFlow's adapter are correct: doctest runs them on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of Keras on ranks that are to have experts: their other weights become rank 0's, what they are is compared."""
+"""Keras models that get experts: other weights are broadcast from rank 0, and the structure is compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 4
 
 
 class Scaled(keras.layers.Layer):  # type: ignore[misc]
-    """An MLP with an attribute that its call goes by."""
+    """An MLP whose call uses an attribute."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -48,15 +48,15 @@ def plan(comm: Communicator, **options: Any) -> dict[str, Experts]:
 
 
 @pytest.mark.parametrize("broadcasts", [False, True])
-def test_ranks_of_other_seeds_have_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
-    """They kept other weights for good, beside the experts that they shared, and nothing said so."""
+def test_ranks_with_different_seeds_get_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
+    """Regression: besides the shared experts, ranks silently kept different weights."""
     mesh = Mesh(dp=-1)
     plain, expected = dense(comm.rank), dense(0)
     seeds = plain.get_layer("drop").seed_generator.state.numpy()
     made = expertize(plain, mesh, plan(comm))
     for one, other in zip(made.get_layer("first").weights, expected.get_layer("first").weights, strict=True):
         np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(made.get_layer("drop").seed_generator.state, seeds)  # each rank draws its own
+    np.testing.assert_array_equal(made.get_layer("drop").seed_generator.state, seeds)  # each rank has its own
     if broadcasts:
         broadcast_variables(made.variables, 0)
     made.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), "mse")
@@ -67,8 +67,8 @@ def test_ranks_of_other_seeds_have_the_model_of_rank_0(comm: Communicator, broad
     mesh.close()
 
 
-def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
-    """Of the rest of the model nothing but shapes was; texts, integers and tensors of MLPs were not."""
+def test_structures_of_models_are_compared(comm: Communicator) -> None:
+    """Regression: only shapes of the rest of the model were compared, and no strings, integers or tensors of MLPs."""
     if comm.size == 1:
         return
     odd = int(comm.rank == 1)
@@ -89,8 +89,8 @@ def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
     expertize(dense(0, inner), comm, plan(comm, hidden=3))
 
 
-def test_what_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
-    """A mixture was said to be an MLP with something else wrong."""
+def test_a_layer_that_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
+    """Regression: the error called a mixture an MLP with another fault."""
     made = expertize(dense(0), comm, plan(comm))
     with pytest.raises(UsageError, match="expertize: mlp is a mixture of experts already"):
         expertize(made, comm, plan(comm))

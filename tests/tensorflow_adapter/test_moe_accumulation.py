@@ -1,4 +1,4 @@
-"""Experts whose gradients are added up over several backwards are as in one process, among replicas and in stages."""
+"""Experts with accumulated gradients match one process, among replicas and in stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, ga
 from commlib_tensorflow.expert import MoE
 from tests.inputs.keras_pipelines import in_float64
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 WIDTH, ROWS = 6, 4
 
@@ -49,7 +49,7 @@ def gradients(model: Any, x: Any, y: Any, tape: Any) -> list[Any]:
 
 
 def alone(comm: Communicator, scale: float = 1.0) -> list[Any]:
-    """Return the weights of one process after two steps, each by the sum of the gradients of two batches."""
+    """Return one process' weights after two steps, each by the accumulated gradients of two batches."""
     model, optimizer = made(comm.split(comm.rank, name="alone")), sgd()
     for _ in range(2):
         first, second = (gradients(model, *one, tf.GradientTape()) for one in passes(None))
@@ -68,7 +68,7 @@ def compare(found: list[Any], expected: list[Any]) -> None:
     "way", ["optimizer", *(pytest.param(one, marks=pytest.mark.long) for one in ("tape", "steps"))]
 )
 def test_several_backwards_before_a_step(comm: Communicator, way: str) -> None:
-    """Sums of gradients that are reduced once, sums of reduced ones, and those that Keras adds up."""
+    """Sums that are reduced once, sums of reduced gradients, and sums in Keras match."""
     if comm.size == 3:
         pytest.skip("4 experts")
     mesh = Mesh(dp=-1)
@@ -93,7 +93,7 @@ def test_several_backwards_before_a_step(comm: Communicator, way: str) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_several_batches_before_a_step_of_stages(comm: Communicator, stages: int) -> None:
-    """Gradients, and routers' losses, of two `pipe.step` count in one update."""
+    """One update includes gradients and router losses of two `pipe.step`."""
     if comm.size == 3:
         pytest.skip("4 experts")
     mesh = Mesh(pp=stages, dp=-1)

@@ -1,4 +1,4 @@
-"""A mixture of experts that is computed again for a backward counts once, and is the same or refused."""
+"""Mixtures of experts that a backward recomputes: they count once, and match or are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, ROWS = 6, 2
 
 
 class Block(keras.layers.Layer):  # type: ignore[misc]
-    """x + moe(x), whose activations may be computed again."""
+    """x + moe(x) with optional recomputation."""
 
     def __init__(self, moe: Any, again: bool) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def gradients(comm: Communicator, again: bool, compiled: bool, **options: Any) -
 
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
 def test_recompute_grad(comm: Communicator, compiled: bool) -> None:
-    """It counted twice, and the second time as in evaluation: with the capacity of that, so gradients were others."""
+    """Regression: tokens counted twice, and recomputation used evaluation's capacity, so that gradients were wrong."""
     options = {"capacity_factor": 0.5, "eval_capacity_factor": 4.0}
     expected, layer = gradients(comm, False, compiled, **options)
     found, other = gradients(comm, True, compiled, **options)
@@ -66,8 +66,8 @@ def test_recompute_grad(comm: Communicator, compiled: bool) -> None:
     assert other.stats() == layer.stats()
 
 
-def test_what_would_be_lost_is_refused(comm: Communicator) -> None:
-    """Router's losses had no gradient, and what is drawn, and a mask, were others when computed again."""
+def test_recomputation_with_side_effects_is_refused(comm: Communicator) -> None:
+    """Regression: router losses lost their gradient, and random numbers and masks changed in the recomputation."""
     with pytest.raises(UsageError, match=r"the router's loss has no gradient within tf.recompute_grad"):
         gradients(comm, True, False, balance="sequence")
     with pytest.raises(UsageError, match="draw different random numbers when they recompute"):
@@ -81,8 +81,8 @@ def test_what_would_be_lost_is_refused(comm: Communicator) -> None:
         tape.gradient(y, [variable.value for variable in block.trainable_variables])
 
 
-def test_a_layer_made_in_a_scope_of_keras(comm: Communicator) -> None:
-    """It was called with options that TensorFlow does not compute again in a graph, and not built in one."""
+def test_a_layer_created_in_a_scope_of_keras(comm: Communicator) -> None:
+    """Regression: it had options that TensorFlow does not recompute in a graph, and was not built in one."""
     x = np.random.default_rng(comm.rank).normal(size=(ROWS, 5, WIDTH)).astype(np.float32)
     with keras.RematScope("full"):
         layer, _ = made(comm, False, hidden=4)
@@ -94,8 +94,8 @@ def test_a_layer_made_in_a_scope_of_keras(comm: Communicator) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.long)])
-def test_stages_that_compute_again(comm: Communicator, schedule: Any) -> None:
-    """Statistics counted the tokens of a stage twice."""
+def test_stages_that_recompute_count_tokens_once(comm: Communicator, schedule: Any) -> None:
+    """Regression: statistics counted the tokens of a stage twice."""
     alone = comm.split(comm.rank)
     assert alone is not None
     keras.utils.set_random_seed(1)

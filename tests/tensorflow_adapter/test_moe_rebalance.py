@@ -1,4 +1,4 @@
-"""Experts that move between ranks take all with them that is theirs: what optimizers keep, and copies of the model."""
+"""Rebalancing moves all state of experts between ranks: optimizer state and copies of the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def made(ranks: Any) -> Any:
 
 
 def busy(model: Any) -> None:
-    """Let the experts of the first rank be chosen most often."""
+    """Make the experts of the first rank the most popular."""
     for layer in (one for one in model.layers if isinstance(one, MoE)):
         layer.stats()
         load = [9.0 if owner == 0 else 1.0 for owner in layer.mixture.placement.owners]
@@ -42,7 +42,7 @@ def busy(model: Any) -> None:
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
-    """Update by gradients that are drawn for the whole model."""
+    """Update with random gradients for the whole model."""
     draw, variables = np.random.default_rng(number), model.trainable_variables
     gradients = []
     for variable in variables:
@@ -71,15 +71,15 @@ MAKERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize(
     "name", ["averages", *(pytest.param(one, marks=pytest.mark.long) for one in ("passes", "two"))]
 )
-def test_averages_and_copies_go_along(comm: Communicator, name: str) -> None:
-    """Moments stayed behind without the optimizer, and an average of weights was of other experts than before."""
+def test_averages_and_copies_are_moved(comm: Communicator, name: str) -> None:
+    """Regression: without the optimizer moments were not moved, and averages belonged to different experts."""
     if comm.size == 3:
         pytest.skip("8 experts")
     found = []
     for ranks in (comm.split(comm.rank, name="alone"), comm):
         model, average, optimizer = made(ranks), made(ranks), MAKERS[name]()
         for number in range(4):
-            if number in (1, 2):  # and between two passes
+            if number in (1, 2):  # also between two passes
                 before = owners(model)
                 busy(model)
                 rebalance_experts(model, copies=[average])
@@ -95,8 +95,8 @@ def test_averages_and_copies_go_along(comm: Communicator, name: str) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-def test_a_checkpoint_knows_where_experts_are(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A model that resumed took weights of moved experts for those of others."""
+def test_a_checkpoint_knows_the_places_of_experts(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Regression: a resumed model loaded weights of moved experts into the wrong ones."""
     if comm.size == 3:
         pytest.skip("8 experts")
     folder = comm.broadcast_object(str(tmp_path_factory.mktemp("moved")))
@@ -115,10 +115,10 @@ def test_a_checkpoint_knows_where_experts_are(comm: Communicator, tmp_path_facto
     np.testing.assert_array_equal(other(x), model(x))
 
 
-def test_a_checkpoint_of_tensorflow_knows_where_experts_are(
+def test_a_tensorflow_checkpoint_knows_the_places_of_experts(
     comm: Communicator, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """It knows variables alone, and gave back weights of moved experts for those of others."""
+    """Regression: it stores only variables, and restored weights of moved experts into the wrong ones."""
     if comm.size == 3:
         pytest.skip("8 experts")
     x = np.random.default_rng(comm.rank).standard_normal((4, 3, WIDTH)).astype(np.float32)
@@ -140,8 +140,8 @@ def test_a_checkpoint_of_tensorflow_knows_where_experts_are(
         np.testing.assert_array_equal(model(x), outputs)
 
 
-def test_elastic_state_knows_where_experts_are(comm: Communicator) -> None:
-    """What was restored after experts had moved were weights of others."""
+def test_elastic_state_knows_the_places_of_experts(comm: Communicator) -> None:
+    """Regression: state restored after a move had weights of the wrong experts."""
     if comm.size == 3:
         pytest.skip("8 experts")
     model, x = made(comm), np.random.default_rng(comm.rank).standard_normal((4, 3, WIDTH)).astype(np.float32)
@@ -158,7 +158,7 @@ def test_elastic_state_knows_where_experts_are(comm: Communicator) -> None:
 
 
 def test_other_copies_are_refused(comm: Communicator) -> None:
-    """Before anything moves, on all ranks."""
+    """They are refused on all ranks before anything moves."""
     if comm.size == 3:
         pytest.skip("8 experts")
     model = made(comm)
@@ -177,7 +177,7 @@ def test_other_copies_are_refused(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, keras.models.clone_model, pickle.dumps])
-def test_how_to_copy_is_said(comm: Communicator, copied: Callable[[Any], Any]) -> None:
-    """A copy was said to have no configuration, and no more."""
+def test_refused_copies_give_advice(comm: Communicator, copied: Callable[[Any], Any]) -> None:
+    """Regression: the error only stated that a copy has no configuration."""
     with pytest.raises(UsageError, match=r"for a copy construct another model, and load gather_weights\(model\)"):
         copied(made(comm))

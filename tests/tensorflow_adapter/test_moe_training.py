@@ -1,4 +1,4 @@
-"""Models of Keras with experts, trained over replicas, stages and divided layers, as in one process."""
+"""Keras models with experts, trained over replicas, stages and divided layers, match one process."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def compare(comm: Communicator, made: Any, whole: Any) -> None:
         *(pytest.param(*each, marks=pytest.mark.long) for each in [(False, False), (True, False), (False, True)]),
     ],
 )
-def test_fit_as_one_process(comm: Communicator, functional: bool, copies: bool) -> None:
-    """Over experts, or copies of all of them, in the loop that Keras compiles."""
+def test_fit_matches_one_process(comm: Communicator, functional: bool, copies: bool) -> None:
+    """Experts, or copies of all of them, train in the loop that Keras compiles."""
     if comm.size == 3:
         pytest.skip("4 experts")
     ep = 1 if copies else min(comm.size, 2)
@@ -149,10 +149,10 @@ def test_copies_compute_what_the_dense_model_did(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.long  # what is divided how is the core's, and PyTorch's tests run it
+@pytest.mark.long  # the core divides experts, and PyTorch's tests cover it
 @pytest.mark.parametrize("gated", [False, True])
 def test_divided_experts(comm: Communicator, gated: bool) -> None:
-    """Experts along one axis, each of them divided along another one, whose ranks have the same tokens."""
+    """Experts are divided along one axis; the ranks along another, which have the same tokens, divide each expert."""
     if comm.size == 3:
         pytest.skip("4 experts")
     plan = {"block_*/mlp": Experts(4, top_k=2, hidden=7, gated=gated, activation="silu", shared=1)}
@@ -167,7 +167,7 @@ def test_divided_experts(comm: Communicator, gated: bool) -> None:
     mesh.close()
 
 
-def test_refusals(comm: Communicator) -> None:
+def test_invalid_arguments_are_refused(comm: Communicator) -> None:
     plain = model(None)
     with pytest.raises(UsageError, match=r"no layer is called 'block_\*/mpl'"):
         expertize(plain, comm, {"block_*/mpl": Experts(4)})
@@ -182,7 +182,7 @@ def test_refusals(comm: Communicator) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_stages(comm: Communicator, schedule: Any) -> None:
-    """Losses of routers are the same under any number of stages and microbatches."""
+    """Router losses do not depend on the number of stages and microbatches."""
     if comm.size == 3:
         pytest.skip("4 experts")
     mesh = Mesh(pp=2, dp=comm.size // 2)
@@ -204,10 +204,10 @@ def test_stages(comm: Communicator, schedule: Any) -> None:
     mesh.close()
 
 
-@pytest.mark.long  # PyTorch's twin is run always: the core moves them
+@pytest.mark.long  # the same test of PyTorch always runs: the core moves experts
 @pytest.mark.ranks(min=2)
-def test_experts_that_moved_go_on(comm: Communicator) -> None:
-    """Weights and moments go with them, and the compiled loop finds them where they are."""
+def test_training_continues_after_experts_move(comm: Communicator) -> None:
+    """Weights and moments move with them, and the compiled loop finds their new places."""
     plan = {"block_*/mlp": Experts(2 * comm.size, top_k=2, hidden=6)}
     rows = 2 * comm.size
     batches = [batch(rows, number) for number in range(4)]
@@ -228,10 +228,10 @@ def test_experts_that_moved_go_on(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_broadcast_leaves_experts_alone(comm: Communicator) -> None:
-    """Ranks have different experts: the root's must not take their places, nor their moments."""
+def test_a_broadcast_does_not_change_experts(comm: Communicator) -> None:
+    """Ranks have different experts: those of the root, and their moments, must not replace them."""
     made = model(comm, {"block_*/mlp": Experts(2 * comm.size, hidden=4)})
-    made.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)  # for its moments alone
+    made.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)  # to create its moments
     made.train_on_batch(*batch(2, comm.rank))
     made.layers[0].kernel.assign_add(np.full((WIDTH, WIDTH), comm.rank, np.float32))
     layer = made.get_layer("block_0").mlp
@@ -244,13 +244,13 @@ def test_a_broadcast_leaves_experts_alone(comm: Communicator) -> None:
     callback.on_train_batch_end(0)
     for each, value in zip((*layer.stacks, *moments), before, strict=True):
         np.testing.assert_array_equal(each, value)
-    for each in (made.layers[0].kernel, *made.optimizer.variables[2:4]):  # behind steps and rate: moments of that
+    for each in (made.layers[0].kernel, *made.optimizer.variables[2:4]):  # after steps and rate: moments of the kernel
         told = comm.all_gather_object(each.numpy().tolist())
         assert all(one == told[0] for one in told)
 
 
 def test_files_and_second_gradients_are_refused(comm: Communicator, tmp_path: Path) -> None:
-    """A file would have one rank's experts; a second gradient would lack what goes through experts."""
+    """A file would have one rank's experts; a second gradient would lack the path through experts."""
     made = model(comm)
     if comm.size in (2, 4):
         with pytest.raises(UsageError, match="has a shard of this model"):
@@ -269,7 +269,7 @@ def test_files_and_second_gradients_are_refused(comm: Communicator, tmp_path: Pa
 
 
 def test_a_whole_file_is_read(comm: Communicator, tmp_path: Path) -> None:
-    """One that a single process has written: each rank takes its experts."""
+    """It was written by a single process: each rank takes its experts."""
     if comm.size == 3:
         pytest.skip("4 experts")
     whole = model(single(comm))
@@ -285,7 +285,7 @@ def test_a_whole_file_is_read(comm: Communicator, tmp_path: Path) -> None:
 
 
 def test_floatx_of_float64(comm: Communicator) -> None:
-    """The router's loss was float32 beside losses of float64, which Keras does not add: `fit` raised TypeError."""
+    """Regression: the router's float32 loss met float64 losses, which Keras does not add: `fit` raised TypeError."""
     x = np.random.default_rng(comm.rank).standard_normal((4, WIDTH))
     before = keras.config.floatx()
     keras.config.set_floatx("float64")
