@@ -1,6 +1,6 @@
-"""A model that is called with each rank's part of a sequence: what it does along that before any divided layer.
+"""Models called with each rank's part of a sequence: operations along the sequence before any divided layer.
 
-One process is the oracle: another model with the same weights, called with the whole.
+The oracle is one process: another model with the same weights, called with the whole.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def whole(comm: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", some(WRONG))
-def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
+def test_operations_on_the_whole_sequence_are_refused(comm: Any, name: str) -> None:
     x = whole(comm)
     divided = parallelize(made(WRONG[name], x), comm, PLAN)
     with pytest.raises(
@@ -121,14 +121,14 @@ def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some(FUNCTIONAL))
-def test_so_it_is_of_functional_models(comm: Any, name: str) -> None:
-    """These are checked when they are divided, or when they are called, with any numbers."""
+def test_functional_models_refuse_such_operations(comm: Any, name: str) -> None:
+    """They are checked when divided or when called, on arbitrary numbers."""
     with pytest.raises(UsageError, match=r"plan: .*(by the caller|differs from the unsharded)"):
         parallelize(functional(FUNCTIONAL[name]), comm, PLAN)(scatter(whole(comm), comm, 1))
 
 
 @pytest.mark.parametrize("name", some(RIGHT))
-def test_what_goes_by_positions_is_right(comm: Any, name: str) -> None:
+def test_operations_on_single_positions_pass(comm: Any, name: str) -> None:
     x = whole(comm)
     expected = made(RIGHT[name], x)(x)
     divided = parallelize(made(RIGHT[name], x), comm, PLAN)
@@ -139,14 +139,14 @@ def test_what_goes_by_positions_is_right(comm: Any, name: str) -> None:
     assert not [one for one in told if "plan:" in str(one.message)], name
 
 
-def test_functional_models_that_are_right(comm: Any) -> None:
+def test_valid_functional_models_pass(comm: Any) -> None:
     x, before = whole(comm), lambda m, x: L.Activation("tanh")(x)
     divided = parallelize(functional(before), comm, PLAN)
     near(divided(scatter(x, comm, 1)), scatter(functional(before)(x), comm, 1))
 
 
-def test_an_example_that_is_whole_tells_too(comm: Any) -> None:
-    """With it the first call is not looked at any more."""
+def test_a_whole_example_is_checked_too(comm: Any) -> None:
+    """It replaces the check of the first call."""
     x = whole(comm)
     for name in ("the length", "halves"):
         with pytest.raises(UsageError, match=r"plan: "):
@@ -155,8 +155,8 @@ def test_an_example_that_is_whole_tells_too(comm: Any) -> None:
     near(divided(scatter(x, comm, 1)), scatter(made(RIGHT["features"], x)(x), comm, 1))
 
 
-def test_two_parts_that_meet(comm: Any) -> None:
-    """One of them comes to no divided layer by itself."""
+def test_two_parts_may_be_combined(comm: Any) -> None:
+    """One of them enters no divided layer directly."""
     x, other = whole(comm), tf.constant(values(1, 4 * comm.size, 1, seed=2))
     divided = parallelize(made(RIGHT["nothing"], x), comm, PLAN)
     got = divided(scatter(x, comm, 1), scatter(other, comm, 1))
@@ -164,7 +164,7 @@ def test_two_parts_that_meet(comm: Any) -> None:
 
 
 def test_within_a_graph(comm: Any) -> None:
-    """What has no numbers yet gets others on each rank, or what is a mean of one part would be that of all."""
+    """Symbolic tensors get different numbers on each rank; otherwise a part's mean would equal that of the whole."""
     x = whole(comm)
     divided = parallelize(made(WRONG["halves"], x), comm, PLAN)
     with pytest.raises(Exception, match=r"plan: .*differs from the unsharded"):  # AutoGraph has one of its own
@@ -177,8 +177,8 @@ def test_a_norm_in_the_plan(comm: Any) -> None:
     near(divided(scatter(x, comm, 1)), scatter(made(WRONG["a norm that is whole"], x)(x), comm, 1))
 
 
-def test_features_that_come_in_parts(comm: Any) -> None:
-    """A Row alone takes what its caller has divided: what comes before must go by single features."""
+def test_features_divided_by_the_caller(comm: Any) -> None:
+    """A Row without a Column takes features divided by its caller; earlier operations must treat them one by one."""
 
     class Last(keras.Model):  # type: ignore[misc]
         def __init__(self, before: Callable[[Any], Any]) -> None:
@@ -204,7 +204,7 @@ def test_features_that_come_in_parts(comm: Any) -> None:
 
 @pytest.mark.parametrize("divided_first", [True, False])
 def test_balanced_parts_are_warned_of(comm: Any, divided_first: bool) -> None:
-    """Layers put them together in the order of the ranks: attention saw tokens in another one."""
+    """Regression: layers joined them in rank order, so that attention saw tokens in a different order."""
     axis, x = commlib.Mesh(tp=comm.size)["tp"], whole(comm)
     model = parallelize(made(RIGHT["nothing"], x), axis, PLAN)
     with warnings.catch_warnings(record=True) as caught:

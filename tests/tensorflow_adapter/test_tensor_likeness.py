@@ -1,4 +1,4 @@
-"""Ranks that held different models passed `parallelize` in silence, if their weights had the same shapes."""
+"""Models that differ among ranks: `parallelize` silently accepted them if weights had the same shapes."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_different_models(comm: Any, name: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_auto(comm: Any) -> None:
-    """Ranks find other plans for other models, and would compare what the others do not."""
+def test_plans_by_auto_are_compared(comm: Any) -> None:
+    """Ranks find different plans for different models, and would compare different values."""
     model = made(either(comm.rank, L.ReLU(), L.Softmax()))
     with pytest.raises(MismatchError, match="parallelize"):
         parallelize(model, comm, "auto", report=lambda table: None)
@@ -88,8 +88,8 @@ def test_auto(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("options", [{"scale": True}, {"act": True}], ids=["a number", "a function"])
-def test_settings_of_layers_of_ones_own(comm: Any, options: dict[str, bool]) -> None:
-    """They may be the model's: nothing tells, and rank 0 says so."""
+def test_settings_of_user_layers(comm: Any, options: dict[str, bool]) -> None:
+    """They may be intended, which cannot be detected, so rank 0 warns."""
     scale, act = (either(comm.rank * options.get(key, 0), *two) for key, two in
                   (("scale", (1.0, 2.0)), ("act", (ops.tanh, ops.relu))))  # fmt: skip
     model = made(Scaled(scale, act))
@@ -101,8 +101,8 @@ def test_settings_of_layers_of_ones_own(comm: Any, options: dict[str, bool]) -> 
     assert all("layer 2, Scaled: " in text and "on rank 0" in text and "on rank 1 of" in text for text in told)
 
 
-def test_what_may_differ(comm: Any) -> None:
-    """Names that count, seeds, initializers, and what says which rank this is."""
+def test_some_settings_may_differ(comm: Any) -> None:
+    """Numbered names, seeds, initializers and rank-dependent settings may differ."""
     for _ in range(comm.rank):
         made(L.Dense(4))
 

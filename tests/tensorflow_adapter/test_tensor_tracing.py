@@ -1,4 +1,4 @@
-"""Traces of Keras models: the equations of their operations are right, and shapes are those of the results."""
+"""Traces of Keras models: equations of operations are correct, and shapes match the results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_operations_are_traced(run):
 
 
 def operations():
-    """Operations, and shapes of their inputs: of even lengths, so that halves of them can be computed."""
+    """Return operations with shapes of their inputs, whose lengths are even, so that halves can be computed."""
     one, heads = ((2, 4, 6),), ((2, 4, 6, 8), (2, 4, 2, 8))
     return {
         "add": (lambda x, y: x + y, ((2, 4, 6), (4, 1))),
@@ -69,8 +69,8 @@ def operations():
 
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize("name", operations())
-def test_equations_are_those_of_the_operations(name):
-    """Halves of the inputs along a dimension give the halves of the result along the same one."""
+def test_equations_match_the_operations(name):
+    """Halves of the inputs along a dimension give the halves of the result along that dimension."""
     run, shapes = operations()[name]
 
     class Runs(keras.Model):  # type: ignore[misc]
