@@ -97,9 +97,9 @@ def sparse(comm: Any, mode: str, as_dense: bool) -> None:
     def run(own: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_of(own)
-        found = ct.DistributedGradientTape(tape, sparse_as_dense=as_dense).gradient(loss, [table, weights])
-        assert isinstance(found[0], tf.IndexedSlices) != as_dense
-        return list(map(tf.convert_to_tensor, found))
+        result = ct.DistributedGradientTape(tape, sparse_as_dense=as_dense).gradient(loss, [table, weights])
+        assert isinstance(result[0], tf.IndexedSlices) != as_dense
+        return list(map(tf.convert_to_tensor, result))
 
     with tf.GradientTape() as plain:
         loss = loss_of([row for own in rows for row in own]) / comm.size

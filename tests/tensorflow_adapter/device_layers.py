@@ -23,9 +23,9 @@ def _both(place: Any, run: Callable[[Callable[[Any], Any]], Found]) -> None:
     """Compare what `run` returns on the host and on the device."""
     with place.host():
         expected = run(tf.constant)
-    found = run(place.put)
-    assert found.keys() == expected.keys()
-    for name, got in found.items():
+    result = run(place.put)
+    assert result.keys() == expected.keys()
+    for name, got in result.items():
         want = np.asarray(expected[name])
         assert np.asarray(got).shape == want.shape, name
         np.testing.assert_allclose(
@@ -57,7 +57,7 @@ def moves(comm: Any, place: Any, traced: bool) -> None:
     }
 
     def run(put: Callable[[Any], Any]) -> Found:
-        found: Found = {}
+        results: Found = {}
         for name, move in calls.items():
 
             def both(x: Any, move: Callable[[Any], Any] = move) -> tuple[Any, Any]:
@@ -68,8 +68,8 @@ def moves(comm: Any, place: Any, traced: bool) -> None:
                 return y, tape.gradient(loss, x)
 
             x = put(_drawn(comm.rank, *shapes.get(name, (4, 6))))
-            found[name], found[f"of {name}"] = (tf.function(both) if traced else both)(x)
-        return found
+            results[name], results[f"of {name}"] = (tf.function(both) if traced else both)(x)
+        return results
 
     _both(place, run)
 
@@ -80,7 +80,7 @@ def sequences(comm: Any, place: Any, method: Any, traced: bool) -> None:
     axis = ParallelAxis(comm)
 
     def run(put: Callable[[Any], Any]) -> Found:
-        found: Found = {}
+        results: Found = {}
 
         def both(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             with tf.GradientTape() as tape:
@@ -93,9 +93,9 @@ def sequences(comm: Any, place: Any, method: Any, traced: bool) -> None:
         for turn in range(3):  # each message reuses the slot of an earlier one
             seed = 10 * comm.rank + turn
             inputs = [put(_drawn(seed + 100 * n, 2, heads, counts[comm.rank], 6)) for n, heads in enumerate((4, 2, 2))]
-            found[f"{turn}"], gradients = call(*inputs)
-            found |= {f"{turn} of {name}": x for name, x in zip("qkv", gradients, strict=True)}
-        return found
+            results[f"{turn}"], gradients = call(*inputs)
+            results |= {f"{turn} of {name}": x for name, x in zip("qkv", gradients, strict=True)}
+        return results
 
     _both(place, run)
 
@@ -132,12 +132,12 @@ def stages(comm: Any, place: Any) -> None:
         dense = [keras.layers.Dense(6, activation="tanh", name=f"d{number}") for number in range(2 * comm.size)]
         model = keras.Sequential([keras.Input((6,)), *dense])
         pipe = ct.pipeline(model, comm, schedule="1f1b", microbatches=4, loss="mse")
-        found: Found = {}
+        results: Found = {}
         for turn in range(3):
             x, y = put(_drawn(turn, 8, 6)), put(_drawn(10 + turn, 8, 6))
-            found[f"loss {turn}"] = pipe.step(x, y)
-            found |= {f"{turn} of {number}": gradient for number, gradient in enumerate(pipe.gradients)}
+            results[f"loss {turn}"] = pipe.step(x, y)
+            results |= {f"{turn} of {number}": gradient for number, gradient in enumerate(pipe.gradients)}
         pipe.close()
-        return found
+        return results
 
     _both(place, run)

@@ -23,10 +23,10 @@ def network(of: Any = keras, dtype: str = "float64", **arguments: Any) -> Any:
     inputs = of.layers.Input((FEATURES,))
     hidden = of.layers.Dense(4, activation="tanh", dtype=dtype)(inputs)
     outputs = of.layers.Dense(2, dtype=dtype)(hidden)
-    made = arguments.pop("model", of.Model)(inputs, outputs, **arguments)
+    model = arguments.pop("model", of.Model)(inputs, outputs, **arguments)
     generator = np.random.default_rng(0)
-    made.set_weights([generator.normal(size=weight.shape) for weight in made.get_weights()])
-    return made
+    model.set_weights([generator.normal(size=weight.shape) for weight in model.get_weights()])
+    return model
 
 
 def batch(comm: Any, step: int = 0) -> Data:

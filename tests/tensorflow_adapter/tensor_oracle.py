@@ -54,10 +54,10 @@ def run(call: Callable[..., Any], variables: list[Any], inputs: list[Any], shape
         with tf.GradientTape() as tape:
             floats = [x for x in given if x.dtype.is_floating]
             tape.watch(floats)
-            found = keras.tree.flatten(call(*given))
-            loss = sum(tf.reduce_sum(out * tf.cast(one, out.dtype)) for out, one in zip(found, wanted, strict=True))
+            result = keras.tree.flatten(call(*given))
+            loss = sum(tf.reduce_sum(out * tf.cast(one, out.dtype)) for out, one in zip(result, wanted, strict=True))
         gradients = tape.gradient(loss, [*floats, *variables])
-        return found, gradients[: len(floats)], gradients[len(floats) :]
+        return result, gradients[: len(floats)], gradients[len(floats) :]
 
     given = [tf.constant(x) for x in inputs]
     return (tf.function(step, autograph=False) if compiled else step)(*given)
@@ -65,8 +65,8 @@ def run(call: Callable[..., Any], variables: list[Any], inputs: list[Any], shape
 
 def alone(axis: Any, reference: Callable[[], Any]) -> Any:
     """Run a function on rank 0 only, and return its result on all ranks, with arrays for tensors."""
-    found = keras.tree.map_structure(_array, reference()) if axis.rank == 0 else None
-    return axis.broadcast_object(found)
+    result = keras.tree.map_structure(_array, reference()) if axis.rank == 0 else None
+    return axis.broadcast_object(result)
 
 
 def _array(value: Any) -> Any:
@@ -96,8 +96,8 @@ def same(
     def divided(*given: Any) -> Any:
         if sequence is None:
             return own(_inputs(given), **options)
-        found = own(_inputs([scatter(x, axis, sequence) for x in given]), **options)
-        return keras.tree.map_structure(lambda out: gather(out, axis, sequence), found)
+        result = own(_inputs([scatter(x, axis, sequence) for x in given]), **options)
+        return keras.tree.map_structure(lambda out: gather(out, axis, sequence), result)
 
     def reference() -> Any:
         shapes = [tuple(out.shape) for out in keras.tree.flatten(plain(*inputs))]

@@ -151,17 +151,17 @@ def test_other_values(comm: Any, folder: Path) -> None:
 def test_an_optimizer_by_itself(comm: Any, folder: Path) -> None:
     """Regression: optimizers of Keras 3 were taken for variables, since they have `assign`, and could not be saved."""
 
-    def made(value: float) -> tuple[Any, Any]:
+    def build(value: float) -> tuple[Any, Any]:
         variable = tf.Variable([value, 2.0])
         return variable, hvd.DistributedOptimizer(keras.optimizers.Adam(0.1, gradient_accumulation_steps=2))
 
-    variable, optimizer = made(1.0)
+    variable, optimizer = build(1.0)
     with pytest.raises(CommlibError, match=r"optimizer is not built yet: call its build"):
         Checkpoint(folder, variable=variable, optimizer=optimizer).save(1)
     for step in range(3):  # stops between the passes of a step
         optimizer.apply([tf.constant([step + 1.0, comm.rank])], [variable])
     Checkpoint(folder, variable=variable, optimizer=optimizer).save(3)
-    other, another = made(5.0)
+    other, another = build(5.0)
     another.build([other])
     assert Checkpoint(folder, variable=other, optimizer=another).resume() == 3
     for one, trained in ((optimizer, variable), (another, other)):

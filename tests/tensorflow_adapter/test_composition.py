@@ -123,19 +123,19 @@ def test_pairs(comm: Any, pair: str) -> None:
     options: dict[str, Any] = {"compression": "bf16", "compress_within_node": True} if compresses else {}
     before = [np.asarray(each) for each in ct.gather_weights(model)]
     fit(model, ct.DistributedOptimizer(sgd(), mesh=mesh, **options), x, y)
-    found = [np.asarray(each) for each in ct.gather_weights(model)]
+    results = [np.asarray(each) for each in ct.gather_weights(model)]
     low = ROUNDING["bfloat16"] if compresses else ROUNDING["float16"]
     tolerance = low if amp or compresses else 2e-5 if experts else 1e-9
-    for got, wanted in zip(found, expected, strict=True):
+    for got, wanted in zip(results, expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
-    assert any(np.abs(now - then).max() > 0.01 for now, then in zip(found, before, strict=True))
+    assert any(np.abs(now - then).max() > 0.01 for now, then in zip(results, before, strict=True))
     if amp or compresses:  # check that they had an effect
         exact = alone(comm, rows, "float32" if experts else "float64", experts)
-        assert any(np.abs(now - then).max() > 1e-5 for now, then in zip(found, exact, strict=True))
+        assert any(np.abs(now - then).max() > 1e-5 for now, then in zip(results, exact, strict=True))
     if recompute:  # traced once for the forward, and again for the backward
         plain = make(TOKENS)
         fit(plain, sgd(), x[:, :, :TOKENS], y)
         assert model.layers[0].forwards > plain.layers[0].forwards
-    bits = [each.tobytes() for each in found]
+    bits = [each.tobytes() for each in results]
     assert all(other == bits for other in comm.all_gather_object(bits))
     mesh.close()

@@ -112,8 +112,8 @@ def test_experts_without_rows_have_zeros_as_gradients(comm: Communicator, kind: 
             out = tf.reduce_sum(layer(x, training=True))
         return tape.gradient(out, layer.stacks)
 
-    found = (tf.function(gradients) if in_graph else gradients)(tf.constant(rows(comm.rank)))
-    for one in found:
+    result = (tf.function(gradients) if in_graph else gradients)(tf.constant(rows(comm.rank)))
+    for one in result:
         assert one is not None
         assert np.isfinite(one).all()
         assert not np.any(np.asarray(one)[int(comm.rank == 0) :])
@@ -134,15 +134,15 @@ def test_identical_experts_may_have_equal_gradients(comm: Communicator, mixes: b
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh)
     with tf.GradientTape() as tape:
         out = tf.reduce_sum(model(tf.constant(rows(comm.rank)), training=True))
-    found = tape.gradient(out, model.trainable_variables)
+    result = tape.gradient(out, model.trainable_variables)
     stacks = {id(one) for one in layer.stacks}
     if mixes:
-        found = [
+        result = [
             tf.constant(comm.all_reduce(one.numpy())) if id(weight) in stacks else one
-            for one, weight in zip(found, model.trainable_variables, strict=True)
+            for one, weight in zip(result, model.trainable_variables, strict=True)
         ]
         with pytest.raises(MismatchError, match="gradients of different experts are the same"):
-            optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
+            optimizer.apply_gradients(zip(result, model.trainable_variables, strict=True))
     else:
-        optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
+        optimizer.apply_gradients(zip(result, model.trainable_variables, strict=True))
     mesh.close()

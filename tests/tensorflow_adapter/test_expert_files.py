@@ -37,7 +37,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def made(comm: Communicator, make: Callable[[], Any] | None = None) -> Any:
+def build_model(comm: Communicator, make: Callable[[], Any] | None = None) -> Any:
     layer = MoE(Experts(4, hidden=3, shared=1, bias_rate=0.1), comm, name="mixture")
     model = keras.Sequential([keras.Input((WIDTH,)), layer])
     optimizer = None if make is None else make()
@@ -81,11 +81,11 @@ def test_a_loaded_file_continues_training(comm: Communicator, tmp_path: Path, na
     if comm.size == 3:
         pytest.skip("4 experts")
     make, path = MAKERS[name], same(comm, tmp_path / "experts")
-    model, optimizer = made(comm, make)
+    model, optimizer = build_model(comm, make)
     step(model, optimizer, range(6))
     save_experts(path, model, optimizer)
     comm.barrier()
-    other, loaded = made(comm, make)
+    other, loaded = build_model(comm, make)
     step(other, loaded, [100])  # its state so far is discarded
     load_experts(path, other, loaded)
     for one, got in zip(kept(optimizer).items(), kept(loaded).values(), strict=True):
@@ -101,11 +101,11 @@ def test_state_of_another_optimizer_is_refused(comm: Communicator, tmp_path: Pat
     if comm.size == 3:
         pytest.skip("4 experts")
     path = same(comm, tmp_path / "experts")
-    model, optimizer = made(comm, lambda: O.RMSprop(0.01, momentum=0.9))
+    model, optimizer = build_model(comm, lambda: O.RMSprop(0.01, momentum=0.9))
     step(model, optimizer, range(1))
     save_experts(path, model, optimizer)
     comm.barrier()
-    other, adam = made(comm, lambda: O.Adam(0.01))
+    other, adam = build_model(comm, lambda: O.Adam(0.01))
     before = [weight.numpy() for weight in (*other.weights, *adam.variables)]
     with pytest.raises(
         UsageError, match=r"router in the file is keras.RMSprop.momentums.* Adam keeps first, second\..* no optimizer"
@@ -121,7 +121,7 @@ def test_state_of_another_optimizer_is_refused(comm: Communicator, tmp_path: Pat
 
 def test_saving_between_passes_is_refused(comm: Communicator, tmp_path: Path) -> None:
     """Regression: the accumulated gradients are local to each rank, and were missing from the file."""
-    model, optimizer = made(comm, MAKERS["passes"])
+    model, optimizer = build_model(comm, MAKERS["passes"])
     step(model, optimizer, range(3))
     with pytest.raises(UsageError, match=r"has added up 1 of 2 passes .* save after the last pass of a step"):
         save_experts(same(comm, tmp_path / "experts"), model, optimizer)
@@ -130,6 +130,6 @@ def test_saving_between_passes_is_refused(comm: Communicator, tmp_path: Path) ->
 @pytest.mark.ranks(min=2)
 def test_ranks_with_different_optimizers_are_refused(comm: Communicator, tmp_path: Path) -> None:
     """Regression: one rank's momentum and another's first moments were gathered into one array."""
-    model, optimizer = made(comm, (lambda: O.Adam(0.01)) if comm.rank else (lambda: O.SGD(0.1, momentum=0.9)))
+    model, optimizer = build_model(comm, (lambda: O.Adam(0.01)) if comm.rank else (lambda: O.SGD(0.1, momentum=0.9)))
     with pytest.raises(MismatchError, match=r"save_experts: .*router/update"):
         save_experts(same(comm, tmp_path / "experts"), model, optimizer)

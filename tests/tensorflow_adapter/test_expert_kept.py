@@ -64,9 +64,9 @@ def model(kept: Any) -> Any:
     mlp = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, "gelu"), L.Dense(WIDTH)], name="mlp")
     features = Features(None, name="features")
     features.kept_values = np.zeros(WIDTH, np.float32)
-    made = keras.Model(x, mlp(features(x)))
+    built = keras.Model(x, mlp(features(x)))
     features.kept_values = kept
-    return made
+    return built
 
 
 def plan(comm: Communicator) -> dict[str, Experts]:
@@ -83,11 +83,11 @@ def test_variables_and_arrays_are_broadcast_from_rank_0(comm: Communicator, put:
     """Regression: each rank silently kept its own random features."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "expertize")
-        made = expertize(model(PUT[put](kind(drawn(comm.rank)))), comm, plan(comm))
-    np.testing.assert_array_equal(_taken(made.get_layer("features").kept_values), drawn(0))
+        built = expertize(model(PUT[put](kind(drawn(comm.rank)))), comm, plan(comm))
+    np.testing.assert_array_equal(_taken(built.get_layer("features").kept_values), drawn(0))
     expected = expertize(model(drawn(0)), comm, plan(comm))
     x = np.random.default_rng(9 + comm.rank).normal(size=(2, 3, WIDTH)).astype(np.float32)
-    np.testing.assert_array_equal(made(x), expected(x))
+    np.testing.assert_array_equal(built(x), expected(x))
 
 
 @pytest.mark.ranks(min=2)
@@ -111,9 +111,9 @@ def test_a_value_that_cannot_be_broadcast_is_warned_of(comm: Communicator, value
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         expertize(model(values(int(comm.rank == 1))), comm, plan(comm))
-    said = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
-    assert len(said) == (comm.rank == 0), caught
-    for text in said:
+    messages = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), caught
+    for text in messages:
         assert re.search(rf"expertize: layer \d, Features: {name}", text), text
 
 

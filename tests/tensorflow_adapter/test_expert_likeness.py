@@ -53,16 +53,16 @@ def test_ranks_with_different_seeds_get_the_model_of_rank_0(comm: Communicator, 
     mesh = Mesh(dp=-1)
     plain, expected = dense(comm.rank), dense(0)
     seeds = plain.get_layer("drop").seed_generator.state.numpy()
-    made = expertize(plain, mesh, plan(comm))
-    for one, other in zip(made.get_layer("first").weights, expected.get_layer("first").weights, strict=True):
+    model = expertize(plain, mesh, plan(comm))
+    for one, other in zip(model.get_layer("first").weights, expected.get_layer("first").weights, strict=True):
         np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(made.get_layer("drop").seed_generator.state, seeds)  # each rank has its own
+    np.testing.assert_array_equal(model.get_layer("drop").seed_generator.state, seeds)  # each rank has its own
     if broadcasts:
-        broadcast_variables(made.variables, 0)
-    made.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), "mse")
+        broadcast_variables(model.variables, 0)
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), "mse")
     x = np.random.default_rng(comm.rank).normal(size=(4, 3, WIDTH)).astype(np.float32)
-    made.fit(x, np.sin(x), batch_size=2, verbose=0)
-    trained = comm.all_gather_object([value.tobytes() for value in gather_weights(made) if value.ndim == 2])
+    model.fit(x, np.sin(x), batch_size=2, verbose=0)
+    trained = comm.all_gather_object([value.tobytes() for value in gather_weights(model) if value.ndim == 2])
     assert trained.count(trained[0]) == comm.size
     mesh.close()
 
@@ -80,10 +80,10 @@ def test_structures_of_models_are_compared(comm: Communicator) -> None:
             mlp = Scaled(name="mlp")
             mlp.scale = values[odd]
             expertize(dense(0, mlp), comm, plan(comm))
-        said = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
-        assert len(said) == (comm.rank == 0), caught
-        if said:
-            assert "Scaled: scale is " in said[0]
+        messages = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+        assert len(messages) == (comm.rank == 0), caught
+        if messages:
+            assert "Scaled: scale is " in messages[0]
     act = ("gelu", "tanh")[odd]
     inner = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, act), L.Dense(WIDTH)], name="mlp")
     expertize(dense(0, inner), comm, plan(comm, hidden=3))
@@ -91,9 +91,9 @@ def test_structures_of_models_are_compared(comm: Communicator) -> None:
 
 def test_a_layer_that_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
     """Regression: the error called a mixture an MLP with another fault."""
-    made = expertize(dense(0), comm, plan(comm))
+    built = expertize(dense(0), comm, plan(comm))
     with pytest.raises(UsageError, match="expertize: mlp is a mixture of experts already"):
-        expertize(made, comm, plan(comm))
+        expertize(built, comm, plan(comm))
     inner = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, lambda x: x), L.Dense(WIDTH)], name="mlp")
     with pytest.raises(
         UsageError, match=r"mlp cannot be made from its configuration \(TypeError: .*'Dense'\): .*lambda"

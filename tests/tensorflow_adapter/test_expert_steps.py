@@ -98,7 +98,7 @@ def test_different_values_on_ranks_are_reported(comm: Any, graph: bool) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.fit(x, x, batch_size=3, verbose=0)
-        said = [str(one.message) for one in caught if "different values of a weight" in str(one.message)]
-        assert len(said) == (not broadcasts), said
-        assert broadcasts or "first/kernel differs between rank 0 and rank" in said[0]
+        messages = [str(one.message) for one in caught if "different values of a weight" in str(one.message)]
+        assert len(messages) == (not broadcasts), messages
+        assert broadcasts or "first/kernel differs between rank 0 and rank" in messages[0]
     mesh.close()

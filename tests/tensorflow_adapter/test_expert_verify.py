@@ -89,8 +89,8 @@ def test_a_fault_is_named(comm: Any, spoil: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(MoE, "call", call)
     model = make()
     layers, variables = list(map(type, model.layers)), [tuple(variable.shape) for variable in model.variables]
-    said = "the output of mlp" if spoil == "output" else "the gradient of .*router"
-    with pytest.raises(UsageError, match=rf"{said}.* differs from a dense mixture's.*on rank {comm.size - 1} of"):
+    text = "the output of mlp" if spoil == "output" else "the gradient of .*router"
+    with pytest.raises(UsageError, match=rf"{text}.* differs from a dense mixture's.*on rank {comm.size - 1} of"):
         expertize(model, comm, {"mlp": Experts(2 * comm.size, hidden=4)}, verify=batch(comm))
     assert (list(map(type, model.layers)), [tuple(v.shape) for v in model.variables]) == (layers, variables)
     model(batch(comm))

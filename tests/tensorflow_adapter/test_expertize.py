@@ -59,18 +59,18 @@ def test_each_expert_has_regularizers_and_constraints(comm: Communicator, copies
         "kernel_constraint": keras.constraints.UnitNorm(axis=0),
     }
     mesh = Mesh(dp=-1).refactor({"dp": {"edp": -1, "ep": 1 if copies else comm.size}})
-    made = expertize(dense(**settings), mesh, plan(comm))
-    for stack in made.get_layer("mlp").stacks[1::2]:  # biases
+    model = expertize(dense(**settings), mesh, plan(comm))
+    for stack in model.get_layer("mlp").stacks[1::2]:  # biases
         stack.assign_add(tf.ones_like(stack))
-    kernels, biases = gather_weights(made)[1:3]
-    made.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), loss=lambda y, out: 0.0 * out)
-    losses = made.fit(rows(comm), rows(comm), batch_size=4, verbose=0).history["loss"]
+    kernels, biases = gather_weights(model)[1:3]
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), loss=lambda y, out: 0.0 * out)
+    losses = model.fit(rows(comm), rows(comm), batch_size=4, verbose=0).history["loss"]
     norms = np.sqrt((kernels.astype(np.float64) ** 2).sum((1, 2)))
     expected = 0.5 * norms.sum() + 0.01 * (biases**2).sum()
     np.testing.assert_allclose(comm.all_reduce(np.array(losses), "mean"), expected, rtol=1e-6)
     stepped = kernels - 0.1 * 0.5 * kernels / norms[:, None, None]
     stepped /= np.sqrt((stepped**2).sum(1, keepdims=True))
-    after = gather_weights(made)
+    after = gather_weights(model)
     np.testing.assert_allclose(after[1], stepped, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(after[2], biases - 0.1 * 0.02 * biases, rtol=1e-6)
     mesh.close()
@@ -82,11 +82,11 @@ def test_each_weight_keeps_its_dtype(comm: Communicator) -> None:
     x = rows(comm)
     expected = plain(x).numpy()
     values = plain.get_layer("mlp").layers[0].kernel.numpy()
-    made = expertize(plain, comm, plan(comm, copy=True))
-    first, _, last, _ = made.get_layer("mlp").stacks
+    model = expertize(plain, comm, plan(comm, copy=True))
+    first, _, last, _ = model.get_layer("mlp").stacks
     assert (first.dtype, last.dtype) == ("float64", "float32")
     np.testing.assert_array_equal(first[0], values)
-    np.testing.assert_allclose(made(x), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(model(x), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_an_mlp_of_another_dtype_than_its_container(comm: Communicator) -> None:
@@ -97,9 +97,9 @@ def test_an_mlp_of_another_dtype_than_its_container(comm: Communicator) -> None:
     plain = keras.Model(given, mlp(given))
     x = rows(comm).astype(np.float64)
     expected = plain(x).numpy()
-    made = expertize(plain, comm, plan(comm, copy=True))
-    assert made(x).dtype == "float64"
-    np.testing.assert_allclose(made(x), expected, rtol=1e-6, atol=1e-6)
+    model = expertize(plain, comm, plan(comm, copy=True))
+    assert model(x).dtype == "float64"
+    np.testing.assert_allclose(model(x), expected, rtol=1e-6, atol=1e-6)
 
 
 class Doubles(keras.layers.Layer):  # type: ignore[misc]
@@ -129,22 +129,22 @@ class AddsLosses(keras.layers.Layer):  # type: ignore[misc]
 def test_experts_receive_the_training_flag(comm: Communicator) -> None:
     """Regression: they always computed as in evaluation."""
     x = keras.Input((3, WIDTH))
-    made = expertize(keras.Model(x, Doubles(name="mlp")(x)), comm, plan(comm))
+    model = expertize(keras.Model(x, Doubles(name="mlp")(x)), comm, plan(comm))
     given = rows(comm)
-    np.testing.assert_allclose(made(given, training=True), 2 * made(given), rtol=1e-6)
+    np.testing.assert_allclose(model(given, training=True), 2 * model(given), rtol=1e-6)
 
 
 def test_a_layer_without_weights_may_be_frozen(comm: Communicator) -> None:
     """Regression: freezing and unfreezing the whole model left it frozen."""
-    made = dense(L.Activation("gelu", trainable=False))
-    expertize(made, comm, plan(comm))
-    assert isinstance(made.get_layer("mlp"), MoE)
+    model = dense(L.Activation("gelu", trainable=False))
+    expertize(model, comm, plan(comm))
+    assert isinstance(model.get_layer("mlp"), MoE)
 
 
 def test_a_seeded_initializer_makes_different_experts(comm: Communicator) -> None:
     """Regression: all experts began with equal values, and stayed equal."""
-    made = expertize(dense(kernel_initializer=keras.initializers.GlorotUniform(seed=5)), comm, plan(comm))
-    kernels = gather_weights(made)[1]
+    model = expertize(dense(kernel_initializer=keras.initializers.GlorotUniform(seed=5)), comm, plan(comm))
+    kernels = gather_weights(model)[1]
     assert len({kernel.tobytes() for kernel in kernels}) == 2 * comm.size
 
 
@@ -171,20 +171,20 @@ def refused() -> dict[str, tuple[Any, str]]:
 
 def test_unsupported_settings_are_refused_by_name(comm: Communicator) -> None:
     """Regression: a frozen MLP was not recognised, and activity losses were dropped. The model is unchanged."""
-    for name, (made, message) in refused().items():
-        layers = [type(layer) for layer in made.layers]
-        expected = made(rows(comm)).numpy()
+    for name, (model, message) in refused().items():
+        layers = [type(layer) for layer in model.layers]
+        expected = model(rows(comm)).numpy()
         with pytest.raises(UsageError, match=message):
-            expertize(made, comm, plan(comm, copy=True))
-        assert [type(layer) for layer in made.layers] == layers, name
-        np.testing.assert_array_equal(made(rows(comm)), expected, err_msg=name)
+            expertize(model, comm, plan(comm, copy=True))
+        assert [type(layer) for layer in model.layers] == layers, name
+        np.testing.assert_array_equal(model(rows(comm)), expected, err_msg=name)
     with pytest.raises(UsageError, match=r"expertize: expected a keras.Model, got builtins.list"):
         expertize([], comm, plan(comm))
-    made = dense(kernel_regularizer="l2")
+    model = dense(kernel_regularizer="l2")
     with pytest.raises(
         UsageError, match=r"kernel has a regularizer, which built-in experts \(hidden=\) do not support"
     ):
-        expertize(made, comm, plan(comm, hidden=3))
+        expertize(model, comm, plan(comm, hidden=3))
     with pytest.raises(UsageError, match=r"for rows float32\[number, 4\] an expert returns float32\[number, 5\]"):
         MoE(Experts(2 * comm.size), comm, expert=lambda: L.Dense(5))(rows(comm))
 
@@ -215,10 +215,10 @@ def test_layers_that_mix_tokens_are_refused(comm: Communicator) -> None:
         "shared": (dense(L.PReLU(shared_axes=[1], name="prelu")), r"prelu/alpha has shape \[1, 6\].*\[1\]"),
     }
     for copies in (True, False):
-        for name, (made, message) in cases.items():
+        for name, (model, message) in cases.items():
             with pytest.raises(UsageError, match=message):
-                expertize(made, comm, plan(comm, copy=copies))
-            assert not isinstance(made.get_layer("mlp"), MoE), name
+                expertize(model, comm, plan(comm, copy=copies))
+            assert not isinstance(model.get_layer("mlp"), MoE), name
 
 
 def test_nested_and_functional_mlps(comm: Communicator) -> None:
@@ -229,20 +229,20 @@ def test_nested_and_functional_mlps(comm: Communicator) -> None:
         given = keras.Input((3, WIDTH))
         model = keras.Model(given, given + mlp(given))
         expected = model(rows(comm)).numpy()
-        made = expertize(model, comm, plan(comm, copy=True))
-        np.testing.assert_allclose(made(rows(comm)), expected, rtol=1e-5, atol=1e-6)
+        built = expertize(model, comm, plan(comm, copy=True))
+        np.testing.assert_allclose(built(rows(comm)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_of_experts_survive_a_scope_of_keras(comm: Communicator) -> None:
     """Regression: in a RematScope experts' weights had none, as TensorFlow recomputed with different ones."""
-    found = []
+    results = []
     for mode in (None, "full"):
         with keras.RematScope(mode):
-            made = expertize(dense(), comm, plan(comm))
+            model = expertize(dense(), comm, plan(comm))
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(made(rows(comm), training=True) ** 2)
-        found.append(tape.gradient(loss, [stack.value for stack in made.get_layer("mlp").stacks]))
-    for expected, got in zip(*found, strict=True):
+            loss = tf.reduce_sum(model(rows(comm), training=True) ** 2)
+        results.append(tape.gradient(loss, [stack.value for stack in model.get_layer("mlp").stacks]))
+    for expected, got in zip(*results, strict=True):
         assert np.abs(expected).max() > 0
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     with keras.RematScope("full"):
@@ -253,33 +253,33 @@ def test_gradients_of_experts_survive_a_scope_of_keras(comm: Communicator) -> No
 
 def test_models_with_experts_are_not_exported(comm: Communicator, tmp_path: Path) -> None:
     """Regression: they were silently exported, and could not be served. Files of weights named the obstacle."""
-    made = expertize(dense(), comm, plan(comm))
-    for export in (made.export, lambda path: tf.saved_model.save(made, path)):
+    model = expertize(dense(), comm, plan(comm))
+    for export in (model.export, lambda path: tf.saved_model.save(model, path)):
         with pytest.raises(UsageError, match=r"mlp: .* cannot be exported.*gather_weights\(model\).*save_experts"):
             export(str(tmp_path / "served"))
     if comm.size > 1:
         with pytest.raises(
             UsageError, match=r"it has experts: save the result of gather_weights\(model\) .*or use save_experts"
         ):
-            made.save_weights(tmp_path / "one.weights.h5")
+            model.save_weights(tmp_path / "one.weights.h5")
 
 
 def test_norms_include_all_experts(comm: Communicator) -> None:
     """Regression: without `variables` each rank clipped by the norm of its own experts, and ranks diverged."""
-    made = expertize(dense(), comm, plan(comm))
+    model = expertize(dense(), comm, plan(comm))
     for run in (lambda step: step, tf.function):
 
         def step() -> Any:
             with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(made(rows(comm), training=True) ** 2)
-            weights = made.trainable_variables
+                loss = tf.reduce_sum(model(rows(comm), training=True) ** 2)
+            weights = model.trainable_variables
             gradients = DistributedGradientTape(tape).gradient(loss, weights)
             return gradients, *clip_by_global_norm(gradients, 0.1)
 
         gradients, clipped, norm = run(step)()
         squares = [float(tf.reduce_sum(one**2)) for one in gradients]
-        stacks = set(map(id, made.get_layer("mlp").stacks))
-        own = sum(s for s, v in zip(squares, made.trainable_variables, strict=True) if id(v) in stacks)
+        stacks = set(map(id, model.get_layer("mlp").stacks))
+        own = sum(s for s, v in zip(squares, model.trainable_variables, strict=True) if id(v) in stacks)
         expected = np.sqrt(sum(squares) - own + comm.all_reduce(np.array(own)))
         np.testing.assert_allclose(norm, expected, rtol=1e-5)
         np.testing.assert_allclose(clipped[-1], gradients[-1] * 0.1 / expected, rtol=1e-5)
@@ -288,10 +288,10 @@ def test_norms_include_all_experts(comm: Communicator) -> None:
 @pytest.mark.ranks(min=2)
 def test_weights_frozen_on_one_rank_are_named(comm: Communicator) -> None:
     """Regression: the error gave only numbers of variables."""
-    made = expertize(dense(), comm, plan(comm))
-    made.get_layer("mlp").trainable = comm.rank == 0
+    model = expertize(dense(), comm, plan(comm))
+    model.get_layer("mlp").trainable = comm.rank == 0
     with pytest.raises(MismatchError, match=r"MoE .*first used: .*'trainable: True' on rank 0 but 'trainable: False'"):
-        made(rows(comm), training=True)
+        model(rows(comm), training=True)
 
 
 @pytest.mark.ranks(min=2)

@@ -17,10 +17,10 @@ both = pytest.mark.parametrize("mode", MODES)
 
 def some_variables(comm: Any) -> list[Any]:
     dtypes = [tf.float32, tf.bfloat16, tf.int64, tf.bool]
-    found: list[Any] = [tf.Variable(tf.cast(tf.fill([3, 2], comm.rank), dtype)) for dtype in dtypes]
-    found.append(tf.Variable(float(comm.rank)))
-    found.append(keras.Variable(np.full((40, 40), comm.rank, np.float32), name="of_keras"))
-    return found
+    result: list[Any] = [tf.Variable(tf.cast(tf.fill([3, 2], comm.rank), dtype)) for dtype in dtypes]
+    result.append(tf.Variable(float(comm.rank)))
+    result.append(keras.Variable(np.full((40, 40), comm.rank, np.float32), name="of_keras"))
+    return result
 
 
 @both
@@ -160,7 +160,7 @@ def test_passes_restart_after_a_change_of_hosts(comm: Any) -> None:
     """Regression: all ranks got rank 0's accumulated gradients, and later updates followed the first of two passes."""
     data = np.random.default_rng(1).standard_normal((6, 4 * comm.size, 3))
 
-    def made(distribute: Any) -> tuple[Any, Any]:
+    def build(distribute: Any) -> tuple[Any, Any]:
         model = small_model(seed=0)
         optimizer = distribute(keras.optimizers.SGD(0.1))
         optimizer.build(model.trainable_variables)
@@ -172,7 +172,7 @@ def test_passes_restart_after_a_change_of_hosts(comm: Any) -> None:
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    model, optimizer = made(lambda plain: hvd.DistributedOptimizer(plain, backward_passes_per_step=2))
+    model, optimizer = build(lambda plain: hvd.DistributedOptimizer(plain, backward_passes_per_step=2))
     state: Any = hvd.elastic.TensorFlowKerasState(model, optimizer, step=0)
     raised: list[int] = []
 
@@ -188,7 +188,7 @@ def test_passes_restart_after_a_change_of_hosts(comm: Any) -> None:
             state.commit()
 
     train(state)
-    alone, plain = made(lambda plain: plain)
+    alone, plain = build(lambda plain: plain)
     for number in range(3):  # the sum of two means over equal numbers of rows
         with tf.GradientTape() as tape:
             loss = sum(tf.reduce_mean(alone(tf.constant(x)) ** 2) for x in data[2 * number : 2 * number + 2])
@@ -245,7 +245,7 @@ def test_elastic_run_if_only_one_rank_raises(comm: Any, mode: str) -> None:
     """Regression: the others waited for its gradients by name until COMMLIB_TIMEOUT, or for ever."""
     data = np.random.default_rng(1).standard_normal((4, 2 * comm.size, 3))
 
-    def made(distribute: Any) -> tuple[Any, Any, Any]:
+    def build(distribute: Any) -> tuple[Any, Any, Any]:
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float64")])
         optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.5))
@@ -260,10 +260,10 @@ def test_elastic_run_if_only_one_rank_raises(comm: Any, mode: str) -> None:
 
         return model, optimizer, step
 
-    alone, _, step = made(lambda optimizer: optimizer)
+    alone, _, step = build(lambda optimizer: optimizer)
     for batch in data:
         step(tf.constant(batch))
-    model, optimizer, step = made(hvd.DistributedOptimizer)
+    model, optimizer, step = build(hvd.DistributedOptimizer)
     step = in_mode(mode, step)
     state: Any = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
     calls: list[int] = []

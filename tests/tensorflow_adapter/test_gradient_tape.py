@@ -366,16 +366,16 @@ def test_bucket_size_limits(comm: Any, mode: str) -> None:
         )
         return tape.gradient(loss, variables), tape.reducer
 
-    found: list[Any] = []
+    outcomes: list[Any] = []
 
     def step() -> Any:
         gradients, reducer = run()
-        found.append(reducer)
+        outcomes.append(reducer)
         return gradients
 
     results = in_mode(mode, step)()
     assert_close(results, [tf.fill([256], float(sum(range(1, comm.size + 1))))] * 4)
-    (reducer,) = found[0].reducers
+    (reducer,) = outcomes[0].reducers
     assert [len([p for p in bucket.parameters if p < 4]) for bucket in reducer.buckets] == [1, 2, 1]
 
 

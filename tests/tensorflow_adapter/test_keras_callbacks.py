@@ -134,23 +134,23 @@ def test_metrics_missing_on_one_rank(comm: Any) -> None:
 def rates(callback: Any, optimizer: Any, epochs: int = 4, steps: int = 4) -> list[float]:
     """Return the learning rate in each batch."""
     attached(callback, compiled(optimizer), steps).on_train_begin()
-    found = []
+    results = []
     for epoch in range(epochs):
         callback.on_epoch_begin(epoch)
         for number in range(steps):
             callback.on_train_batch_begin(number)
-            found.append(float(optimizer.learning_rate))
+            results.append(float(optimizer.learning_rate))
             callback.on_train_batch_end(number)
         logs: dict[str, float] = {}
         callback.on_epoch_end(epoch, logs)
-        assert logs["lr"] == found[-1]
-    return found
+        assert logs["lr"] == results[-1]
+    return results
 
 
 def test_schedule_in_steps() -> None:
     callback = hvd.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=3)
-    found = rates(callback, keras.optimizers.SGD(1.0))
-    np.testing.assert_allclose(found, [1.0] * 4 + [0.25] * 4 + [0.125] * 8)
+    result = rates(callback, keras.optimizers.SGD(1.0))
+    np.testing.assert_allclose(result, [1.0] * 4 + [0.25] * 4 + [0.125] * 8)
 
 
 def test_schedule_of_a_number() -> None:
@@ -167,9 +167,9 @@ def test_schedule_in_batches() -> None:
 def test_warmup(comm: Any, capsys: Any) -> None:
     """The rate rises from that of one rank to that of all; each epoch ends with a round number."""
     callback = hvd.callbacks.LearningRateWarmupCallback(0.1 * comm.size, warmup_epochs=2, verbose=1)
-    found = rates(callback, keras.optimizers.SGD(0.1 * comm.size))
+    result = rates(callback, keras.optimizers.SGD(0.1 * comm.size))
     expected = [0.1 * (1 + (number + 1) / 8 * (comm.size - 1)) for number in range(8)]
-    np.testing.assert_allclose(found, expected + [0.1 * comm.size] * 8, rtol=1e-6)
+    np.testing.assert_allclose(result, expected + [0.1 * comm.size] * 8, rtol=1e-6)
     printed = capsys.readouterr().out
     assert ("Epoch 2: finished gradual learning rate warmup to" in printed) == (comm.rank == 0)
 
@@ -265,9 +265,9 @@ def test_one_file_of_several_ranks(comm: Any, tmp_path: Path, recwarn: Any, monk
         return [str(one.message) for one in recwarn if "ModelCheckpoint writes" in str(one.message)]
 
     own = hvd.DistributedOptimizer(keras.optimizers.SGD())
-    found = save("best-{epoch:02d}.keras", own)
-    assert len(found) == (comm.rank > 0)
-    assert all(f"best-01.keras on rank {comm.rank}: if several ranks write" in one for one in found)
+    result = save("best-{epoch:02d}.keras", own)
+    assert len(result) == (comm.rank > 0)
+    assert all(f"best-01.keras on rank {comm.rank}: if several ranks write" in one for one in result)
     assert not save(f"best-{comm.rank}.keras", own)
     assert not save("best.keras", own, hvd.callbacks.BestModelCheckpoint)
     assert not save("alone.keras", keras.optimizers.SGD())

@@ -146,10 +146,10 @@ def test_keras_serialises_a_distributed_optimizer_as_plain(comm: Any) -> None:
     """Regression: it could not be pickled."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.25))
     for name, make in PLAIN.items():
-        made = make(optimizer)
-        assert type(made) is keras.optimizers.SGD and made.momentum == 0.25, name
+        wrapped = make(optimizer)
+        assert type(wrapped) is keras.optimizers.SGD and wrapped.momentum == 0.25, name
         expected = after_four_steps(keras.optimizers.SGD(0.5, momentum=0.25), comm.rank + 1.0)
-        assert after_four_steps(made, comm.rank + 1.0) == expected, name
+        assert after_four_steps(wrapped, comm.rank + 1.0) == expected, name
         assert type(hvd.DistributedOptimizer(make(optimizer))) is not keras.optimizers.SGD
 
 

@@ -41,9 +41,9 @@ def test_returned_memory_is_reused_only_after_tensorflow_has_run(comm: Any, plac
 
     def there() -> Any:
         LATE.synchronise()
-        found = np.empty(1000, np.float32)
-        ctypes.memmove(found.ctypes.data, address, found.nbytes)
-        return found
+        result = np.empty(1000, np.float32)
+        ctypes.memmove(result.ctypes.data, address, result.nbytes)
+        return result
 
     got = ct.all_reduce(place.put(np.ones(1000, np.float32)), ranks=comm)
     address = place.taken[-1]

@@ -21,9 +21,9 @@ from tests.tensorflow_adapter.late import HostTensors, watched
 def group(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Communicator]:
     """A separate group of all ranks, whose late streams wait for each other."""
     monkeypatch.setattr(LATE, "has_signals", True)
-    made = comm.split(0)
-    yield made
-    made.close()
+    ranks = comm.split(0)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture
@@ -53,13 +53,13 @@ def test_gradients_outside_of_the_traced_function(group: Any, place: HostTensors
     """TensorFlow does not order these operations, and the nodes wait for each other."""
     layer = experts.made(Experts(6, hidden=10, balance="none"), group)
     x = tf.constant(experts.tokens(group, None)[group.rank])
-    found = []
+    results = []
     for call in (layer, tf.function(layer)):
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = tf.reduce_sum(tf.square(call(x, training=True)))
-        found.append(tape.gradient(y, [x, *(variable.value for variable in layer.trainable_variables)]))
-    for eager, traced in zip(*found, strict=True):
+        results.append(tape.gradient(y, [x, *(variable.value for variable in layer.trainable_variables)]))
+    for eager, traced in zip(*results, strict=True):
         np.testing.assert_allclose(eager, traced, rtol=1e-5, atol=1e-5)
 
 

@@ -34,9 +34,9 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def group(comm: Any) -> Iterator[Communicator]:
     """A separate group of all ranks, as each group determines once whether streams can wait for other ranks."""
-    made = comm.split(0)
-    yield made
-    made.close()
+    ranks = comm.split(0)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_slots_are_rewritten_only_after_tensorflow_has_run(
     comm: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queued operations on a freed gradient may not have run yet."""
-    variable, found = tf.Variable(place.put(np.ones(1000, np.float32))), []
+    variable, results = tf.Variable(place.put(np.ones(1000, np.float32))), []
 
     def there() -> Any:
         LATE.synchronise()
@@ -168,7 +168,7 @@ def test_slots_are_rewritten_only_after_tensorflow_has_run(
 
     def looking(where: str) -> None:
         if place.taken:
-            found.append(there()[0])
+            results.append(there()[0])
         settle(where)
 
     monkeypatch.setattr("commlib_tensorflow.gradients.settle", looking)
@@ -176,7 +176,7 @@ def test_slots_are_rewritten_only_after_tensorflow_has_run(
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(variable) * float(step)
         ct.DistributedGradientTape(tape).gradient(loss, variable)
-    assert found == [0, 1, 2]
+    assert results == [0, 1, 2]
     assert (there() == 3).all()
 
 

@@ -29,8 +29,8 @@ MAKERS: dict[str, Any] = {
 
 def gradients(rank: int, step: int) -> list[Any]:
     """Gradients of four variables: on all ranks, on rank 0, on no rank, and on every second rank in turn."""
-    made = [tf.constant(np.random.default_rng([rank, step, place]).normal(size=3)) for place in range(4)]
-    return [made[0], made[1] if rank == 0 else None, None, made[3] if (rank + step) % 2 else None]
+    created = [tf.constant(np.random.default_rng([rank, step, place]).normal(size=3)) for place in range(4)]
+    return [created[0], created[1] if rank == 0 else None, None, created[3] if (rank + step) % 2 else None]
 
 
 def whole(ranks: int, step: int) -> list[Any]:

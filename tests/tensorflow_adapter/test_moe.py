@@ -23,9 +23,9 @@ TOLERANCE = 2e-5
 
 
 def single(comm: Communicator) -> Communicator:
-    found = comm.split(comm.rank, name="alone")
-    assert found is not None
-    return found
+    group = comm.split(comm.rank, name="alone")
+    assert group is not None
+    return group
 
 
 def tokens(comm: Communicator, rows: list[int] | None) -> list[Any]:
@@ -34,7 +34,7 @@ def tokens(comm: Communicator, rows: list[int] | None) -> list[Any]:
     return [draw.normal(size=(count, 5, WIDTH)).astype(np.float32) for count in counts]
 
 
-def made(options: Any, ranks: Any, **kwargs: Any) -> Any:
+def build_model(options: Any, ranks: Any, **kwargs: Any) -> Any:
     random.seed(1)
     layer = MoE(options, ranks, name="mixture", **kwargs)
     layer.build((None, 5, WIDTH))
@@ -54,8 +54,8 @@ def step(layer: Any, x: Any, auxiliary: float, compiled: bool) -> tuple[Any, Any
         of_x, *of_weights = tape.gradient(total, [x, *weights])
         return y, loss, of_x, of_weights
 
-    found: tuple[Any, Any, Any, list[Any]] = (tf.function(run) if compiled else run)(tf.constant(x))
-    return found
+    result: tuple[Any, Any, Any, list[Any]] = (tf.function(run) if compiled else run)(tf.constant(x))
+    return result
 
 
 def near(got: Any, expected: Any, what: str) -> None:
@@ -66,7 +66,7 @@ def check(
     comm: Communicator, options: Any, rows: list[int] | None = None, compiled: bool = True, **kwargs: Any
 ) -> None:
     xs = tokens(comm, rows)
-    layer, whole = made(options, comm, **kwargs), made(options, single(comm), **kwargs)
+    layer, whole = build_model(options, comm, **kwargs), build_model(options, single(comm), **kwargs)
     y, loss, of_x, of_weights = step(layer, xs[comm.rank], 1.0, compiled)
     # The loss of one process is a mean over all tokens; those of ranks are means over their own, summed here.
     expected, whole_loss, of_all, of_all_weights = step(whole, np.concatenate(xs), float(comm.size), compiled)
@@ -163,8 +163,8 @@ def test_an_error_of_an_expert_reaches_all_ranks(comm: Communicator) -> None:
         with pytest.raises(ArithmeticError if comm.rank == rank else PeerError) as caught:
             model[0](x)
         if comm.rank != rank:
-            said = f"mixture_0: experts of rank {rank} of .* raised ArithmeticError: .*no memory"
-            assert re.search(said, str(caught.value), re.DOTALL)
+            text = f"mixture_0: experts of rank {rank} of .* raised ArithmeticError: .*no memory"
+            assert re.search(text, str(caught.value), re.DOTALL)
         Raises.on = -1
         near(model[1](model[0](x)), before, "outputs")
 
@@ -212,7 +212,7 @@ def test_balance_covers_several_passes(comm: Communicator, compiled: bool) -> No
 
 
 def test_masked_tokens_are_not_sent(comm: Communicator) -> None:
-    layer = made(Experts(6, hidden=4), comm)
+    layer = build_model(Experts(6, hidden=4), comm)
     x = tf.constant(tokens(comm, None)[comm.rank])
     mask = tf.sequence_mask([3] * 3, 5)
     y = layer(x, training=True, mask=mask)
@@ -226,12 +226,15 @@ def test_masked_tokens_are_not_sent(comm: Communicator) -> None:
 @pytest.mark.usefixtures("mixed_float16")
 def test_mixed_precision(comm: Communicator) -> None:
     """The router always computes in float32."""
-    layer = made(Experts(6, hidden=16, gated=True, activation="silu"), comm)
+    layer = build_model(Experts(6, hidden=16, gated=True, activation="silu"), comm)
     y, _, of_x, of_weights = step(layer, tokens(comm, None)[comm.rank].astype(np.float16), 1.0, True)
     assert y.dtype == of_x.dtype == tf.float16
     assert {gradient.dtype for gradient in of_weights} == {tf.float32}
     keras.config.set_dtype_policy("float32")
     expected, *_ = step(
-        made(Experts(6, hidden=16, gated=True, activation="silu"), comm), tokens(comm, None)[comm.rank], 1.0, True
+        build_model(Experts(6, hidden=16, gated=True, activation="silu"), comm),
+        tokens(comm, None)[comm.rank],
+        1.0,
+        True,
     )
     np.testing.assert_allclose(y, expected, rtol=0.05, atol=0.02)

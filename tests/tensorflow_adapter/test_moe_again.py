@@ -33,14 +33,14 @@ class Block(keras.layers.Layer):  # type: ignore[misc]
         return x + self.moe(x) if self.again is None else self.again(x)
 
 
-def made(comm: Communicator, again: bool, **options: Any) -> Any:
+def build_model(comm: Communicator, again: bool, **options: Any) -> Any:
     keras.utils.set_random_seed(1)
     layer: Any = MoE(Experts(4, **{"hidden": 4, "balance": "none", "min_capacity": 1, **options}), comm)
     return layer, Block(layer, again)
 
 
 def gradients(comm: Communicator, again: bool, compiled: bool, **options: Any) -> tuple[list[Any], Any]:
-    layer, block = made(comm, again, **options)
+    layer, block = build_model(comm, again, **options)
     given = keras.Input((5, WIDTH))
     model = keras.Model(given, block(given))
     x = np.random.default_rng(comm.rank).normal(size=(ROWS, 5, WIDTH)).astype(np.float32)
@@ -59,8 +59,8 @@ def test_recompute_grad(comm: Communicator, compiled: bool) -> None:
     """Regression: tokens counted twice, and recomputation used evaluation's capacity, so that gradients were wrong."""
     options = {"capacity_factor": 0.5, "eval_capacity_factor": 4.0}
     expected, layer = gradients(comm, False, compiled, **options)
-    found, other = gradients(comm, True, compiled, **options)
-    for one, gradient in zip(found, expected, strict=True):
+    result, other = gradients(comm, True, compiled, **options)
+    for one, gradient in zip(result, expected, strict=True):
         np.testing.assert_allclose(one, gradient, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(other.mixture.load, layer.mixture.load)
     assert other.stats() == layer.stats()
@@ -72,7 +72,7 @@ def test_recomputation_with_side_effects_is_refused(comm: Communicator) -> None:
         gradients(comm, True, False, balance="sequence")
     with pytest.raises(UsageError, match="draw different random numbers when they recompute"):
         gradients(comm, True, False, noise=1.0)
-    _, block = made(comm, True)
+    _, block = build_model(comm, True)
     words = keras.Input((5,))
     model = keras.Model(words, block(keras.layers.Embedding(9, WIDTH, mask_zero=True)(words)))
     with tf.GradientTape() as tape:
@@ -85,7 +85,7 @@ def test_a_layer_created_in_a_scope_of_keras(comm: Communicator) -> None:
     """Regression: it had options that TensorFlow does not recompute in a graph, and was not built in one."""
     x = np.random.default_rng(comm.rank).normal(size=(ROWS, 5, WIDTH)).astype(np.float32)
     with keras.RematScope("full"):
-        layer, _ = made(comm, False, hidden=4)
+        layer, _ = build_model(comm, False, hidden=4)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.function(layer)(x, training=True))
     assert tape.gradient(loss, layer.router.value) is not None

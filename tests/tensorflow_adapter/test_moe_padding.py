@@ -18,7 +18,7 @@ WIDTH = 6
 LENGTHS = (5, 2, 0, 4, 3, 5, 2, 4)
 
 
-def made(comm: Communicator, **options: Any) -> Any:
+def build_model(comm: Communicator, **options: Any) -> Any:
     keras.utils.set_random_seed(1)
     layer = MoE(Experts(4, **{"hidden": 4, "top_k": 2, **options}), comm, name="mixture")
     layer.build((None, 5, WIDTH))
@@ -45,13 +45,13 @@ def gradients(layer: Any, x: Any, mask: Any) -> list[Any]:
 def test_padding_gives_zeros(comm: Communicator) -> None:
     """Regression: shared experts computed an output for it, and its NaN reached the router's gradient."""
     x, mask, own = batch(comm)
-    layer, found = made(comm, shared=1, z_weight=0.1), []
+    layer, results = build_model(comm, shared=1, z_weight=0.1), []
     for padding in (0.0, 7.0, np.nan):
-        found.append(gradients(layer, np.where(mask[..., None], x, padding)[own].astype(np.float32), mask[own]))
-    for zeros, *others in zip(*found, strict=True):
+        results.append(gradients(layer, np.where(mask[..., None], x, padding)[own].astype(np.float32), mask[own]))
+    for zeros, *others in zip(*results, strict=True):
         for other in others:
             np.testing.assert_array_equal(other, zeros)
-    y, of_x, *_ = found[0]
+    y, of_x, *_ = results[0]
     assert not np.any(y.numpy()[~mask[own]]) and not np.any(of_x.numpy()[~mask[own]])
     assert np.all(np.any(y.numpy()[mask[own]], -1))
 
@@ -73,7 +73,7 @@ def test_a_mask_of_another_shape_is_refused(comm: Communicator) -> None:
     """Regression: a mask with as many elements was accepted."""
     x, mask, own = batch(comm)
     with pytest.raises(UsageError, match=r"a mask \[5, 2\] for inputs \[2, 5, 6\], expected \[2, 5\]"):
-        made(comm)(x[own], mask=mask[own].T)
+        build_model(comm)(x[own], mask=mask[own].T)
 
 
 def losses(layer: Any, x: Any, mask: Any, sequences: bool) -> tuple[float, float]:
@@ -84,21 +84,21 @@ def losses(layer: Any, x: Any, mask: Any, sequences: bool) -> tuple[float, float
     chosen = np.argsort(np.argsort(-logits, -1), -1) < 2
     if not sequences:
         logits, shares, chosen, z, mask = (one[None] for one in (logits, shares, chosen, z, mask))
-    found = []
+    results = []
     for p, c, own_z, here in zip(shares, chosen, z, mask, strict=True):
         if here.any():
-            found.append((4 / 2 * (c[here].mean(0) * p[here].mean(0)).sum(), own_z[here].mean()))
+            results.append((4 / 2 * (c[here].mean(0) * p[here].mean(0)).sum(), own_z[here].mean()))
         else:
-            found.append((0.0, 0.0))
-    return tuple(np.mean(found, 0))
+            results.append((0.0, 0.0))
+    return tuple(np.mean(results, 0))
 
 
 @pytest.mark.parametrize("dimensions", [2, 3])
 def test_router_losses_cover_all_rows(comm: Communicator, dimensions: int) -> None:
     """Regression: a sequence was weighted by its share of the rank's tokens; rows without sequences were one."""
     x, mask, own = batch(comm)
-    expected = losses(made(comm), *((x, mask, True) if dimensions == 3 else (x[:, 0], mask[:, 0], False)))
-    layer = made(comm, balance_weight=1.0, z_weight=10.0)
+    expected = losses(build_model(comm), *((x, mask, True) if dimensions == 3 else (x[:, 0], mask[:, 0], False)))
+    layer = build_model(comm, balance_weight=1.0, z_weight=10.0)
     x, mask = (x[own], mask[own]) if dimensions == 3 else (x[own, 0], mask[own, 0])
     layer(x, training=True, mask=mask)
     mean = comm.all_reduce(np.array([float(layer.losses[0])]), "mean")
@@ -110,7 +110,7 @@ def test_rows_with_different_dimensions_on_ranks(comm: Communicator) -> None:
     """Only ranks with rows that are no sequences communicate about their loss."""
     x, _, own = batch(comm)
     with pytest.raises(MismatchError, match="sequences: "):
-        made(comm)(x[own, 0] if comm.rank else x[own], training=True)
+        build_model(comm)(x[own, 0] if comm.rank else x[own], training=True)
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "float16", "float64", "mixed_bfloat16"])

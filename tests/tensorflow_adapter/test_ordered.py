@@ -64,7 +64,7 @@ def test_movement(comm: Any, dtype: Any, mode: str) -> None:
     whole = tf.concat(parts, 0)
 
     def move(x: Any) -> Any:
-        found = {
+        result = {
             "all_gather": ct.all_gather(x),
             "all_gather_v": ct.all_gather_v(x[: comm.rank + 1]),
             "broadcast": ct.broadcast(x, last, ranks=comm),
@@ -72,15 +72,15 @@ def test_movement(comm: Any, dtype: Any, mode: str) -> None:
         }
         gathered = ct.gather(x, last)
         assert (gathered is None) == (comm.rank != last)
-        return found if gathered is None else {**found, "gather": gathered}
+        return result if gathered is None else {**result, "gather": gathered}
 
-    found = in_mode(mode, move)(parts[comm.rank])
-    check(found["all_gather"], whole)
-    check(found["all_gather_v"], tf.concat([part[: rank + 1] for rank, part in enumerate(parts)], 0))
-    check(found["broadcast"], parts[last])
-    check(found["scatter"], parts[comm.rank])
+    result = in_mode(mode, move)(parts[comm.rank])
+    check(result["all_gather"], whole)
+    check(result["all_gather_v"], tf.concat([part[: rank + 1] for rank, part in enumerate(parts)], 0))
+    check(result["broadcast"], parts[last])
+    check(result["scatter"], parts[comm.rank])
     if comm.rank == last:
-        check(found["gather"], whole)
+        check(result["gather"], whole)
 
 
 @both
@@ -90,20 +90,20 @@ def test_scans_and_uneven_shards(comm: Any, dtype: Any, mode: str) -> None:
     parts = stacked(comm, dtype)
 
     def run(x: Any) -> Any:
-        found = [
+        results = [
             ct.scan(x),
             ct.reduce_scatter_v(x, counts),
             ct.reduce_scatter_v(x, tf.constant(counts), "max"),
         ]
         before = ct.exscan(x)
         assert (before is None) == (comm.rank == 0)
-        return found if before is None else [*found, before]
+        return results if before is None else [*results, before]
 
-    found = in_mode(mode, run)(values(dtype, comm.rank))
+    results = in_mode(mode, run)(values(dtype, comm.rank))
     start = sum(counts[: comm.rank])
     rows = slice(start, start + counts[comm.rank])
     expected = [parts[: comm.rank + 1].sum(0), parts.sum(0)[rows], parts.max(0)[rows], parts[: comm.rank].sum(0)]
-    for got, right in zip(found, expected, strict=comm.rank > 0):
+    for got, right in zip(results, expected, strict=comm.rank > 0):
         assert got.dtype == dtype
         check(got, tf.cast(right, dtype))
     if mode == "eager":
@@ -195,9 +195,9 @@ def test_messages(comm: Any, dtype: Any, mode: str) -> None:
             return around, first
         return around, x
 
-    around, told = in_mode(mode, talk)(values(dtype, comm.rank))
+    around, text = in_mode(mode, talk)(values(dtype, comm.rank))
     check(around, values(dtype, left))
-    check(told, values(dtype, 1 - comm.rank if comm.rank < 2 <= comm.size else comm.rank))
+    check(text, values(dtype, 1 - comm.rank if comm.rank < 2 <= comm.size else comm.rank))
 
 
 @both

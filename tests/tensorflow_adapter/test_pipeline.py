@@ -439,11 +439,11 @@ def test_updates_while_the_pipeline_runs(comm: Any, name: Any) -> None:
             elif action.kind is Kind.B:
                 given, _, weights, tape, root = outs[stage, number]
                 start = None if stage == comm.size - 1 else outs[stage + 1, number]
-                found = tape.gradient(root, [given, *weights], output_gradients=start)
-                outs[stage, number] = found[0]
+                result = tape.gradient(root, [given, *weights], output_gradients=start)
+                outs[stage, number] = result[0]
                 before = gradients[stage]
                 gradients[stage] = (
-                    found[1:] if before is None else [a + b for a, b in zip(before, found[1:], strict=True)]
+                    result[1:] if before is None else [a + b for a, b in zip(before, result[1:], strict=True)]
                 )
             elif action.kind is Kind.STEP:
                 optimizers[stage].apply(gradients[stage], layer.trainable_variables)

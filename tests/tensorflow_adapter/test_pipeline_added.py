@@ -27,13 +27,13 @@ class Adds(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         ops = keras.ops
         if training or not self.in_training:
             square = ops.square(x)
-            made = {
+            built = {
                 "mean": lambda: ops.mean(square),
                 "sum": lambda: ops.sum(square),
                 "both": lambda: ops.mean(square) + ops.sum(square),
                 "positive": lambda: ops.sum(square * ops.cast(x > 0, x.dtype)) / ops.sum(ops.cast(x > 0, x.dtype)),
             }
-            self.add_loss(0.1 * made[self.kind]())
+            self.add_loss(0.1 * built[self.kind]())
         return x
 
 
@@ -50,8 +50,8 @@ def assert_matches_one_process(
 ) -> None:
     whole = make()
     whole.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=True)
-    told: dict[str, Any] = {"batch_size": 7, "verbose": 0}
-    fitted: dict[str, Any] = {"epochs": 2, "shuffle": False, **told}
+    text: dict[str, Any] = {"batch_size": 7, "verbose": 0}
+    fitted: dict[str, Any] = {"epochs": 2, "shuffle": False, **text}
     expected = whole.fit(*given, **fitted).history["loss"]
     pipe = pipeline(make(), comm, microbatches=4, **options)
     try:
@@ -59,7 +59,7 @@ def assert_matches_one_process(
         near(pipe.fit(*given, **fitted).history["loss"], expected)
         for got, value in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
             near(got, value, EXACT)
-        near(pipe.evaluate(*given, **told), whole.evaluate(*given, **told))
+        near(pipe.evaluate(*given, **text), whole.evaluate(*given, **text))
     finally:
         pipe.close()
 
@@ -336,12 +336,12 @@ def test_metrics_with_several_numbers(comm: Any) -> None:
     """Regression: they are no number, and the last stage's rank failed."""
     whole, pipe = layers(4), pipeline(layers(4), comm, microbatches=2)
     x, y = batch(8)[0], np.eye(WIDTH)[np.arange(8) % WIDTH]
-    said = []
+    reports = []
     for model in (whole, pipe):
         model.compile("sgd", "mse", metrics=[keras.metrics.F1Score(threshold=0.1), "mae"], run_eagerly=True)
         history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
-        said.append((history, model.evaluate(x, y, verbose=0, return_dict=True)))
-    for got, expected in zip(said[1], said[0], strict=True):
+        reports.append((history, model.evaluate(x, y, verbose=0, return_dict=True)))
+    for got, expected in zip(reports[1], reports[0], strict=True):
         assert got.keys() == expected.keys()
         for name in got:
             near(got[name], expected[name])
@@ -390,7 +390,7 @@ def test_an_input_as_long_as_the_batch_without_rows(comm: Any, stage: int) -> No
         warnings.simplefilter("always")
         for _ in range(2):
             pipe.train_on_batch([rows, np.linspace(0, 1, 8)], rows)
-    told = [str(one.message) for one in caught if "not two together" in str(one.message)]
-    assert len(told) == (comm.rank == min(stage, comm.size - 1))
-    assert not told or f"pipeline: stage {comm.rank} (of " in told[0]
+    messages = [str(one.message) for one in caught if "not two together" in str(one.message)]
+    assert len(messages) == (comm.rank == min(stage, comm.size - 1))
+    assert not messages or f"pipeline: stage {comm.rank} (of " in messages[0]
     pipe.close()

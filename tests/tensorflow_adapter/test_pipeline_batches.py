@@ -48,15 +48,15 @@ def test_rows_in_other_dimensions(comm: Any) -> None:
     gradients = tape.gradient(expected, whole.trainable_variables)
     rows = {"x": (0, "whole"), "y": [0, 1], "output": [0, 1]}
     pipe = pipeline(model(), comm, microbatches=4, loss=["mse", "mse"], optimizer="sgd", rows=rows)
-    found = pipe.step([x, places], y, outputs=True)
-    near(found.loss, expected)
-    assert len(found.losses) == 4
-    near(np.mean(found.losses), expected)
+    result = pipe.step([x, places], y, outputs=True)
+    near(result.loss, expected)
+    assert len(result.losses) == 4
+    near(np.mean(result.losses), expected)
     if comm.rank == pipe.pipe.last:
-        for got, output in zip(found.outputs, outputs, strict=True):
+        for got, output in zip(result.outputs, outputs, strict=True):
             near(got, output)
     else:
-        assert found.outputs is None
+        assert result.outputs is None
     named = zip(whole.trainable_variables, gradients, strict=True)
     assert_gradients(pipe, {key(variable): gradient for variable, gradient in named})
     for got, output in zip(pipe.predict_on_batch([x, places]), outputs, strict=True):
@@ -105,9 +105,9 @@ def test_microbatches_can_be_given(comm: Any, weighted: bool) -> None:
     given = (xs if first else None, ys if last else None, weights if last else None)
     for _ in range(2):
         pipe.zero_gradients()
-        found = pipe.step(*given, cut=False, details=True)
-        near(found.loss, expected)
-        near(found.losses[:3], [tf.reduce_mean(own) for own in terms])
+        result = pipe.step(*given, cut=False, details=True)
+        near(result.loss, expected)
+        near(result.losses[:3], [tf.reduce_mean(own) for own in terms])
         named = zip(whole.trainable_variables, gradients, strict=True)
         assert_gradients(pipe, {key(variable): gradient for variable, gradient in named})
     pipe.close()
@@ -158,14 +158,14 @@ def test_a_batch_without_rows(comm: Any, schedule: Any) -> None:
 
     gradients of 0, so that momentum acts.
     """
-    (x, y), none, said = batch(8), np.zeros((0, WIDTH)), []
+    (x, y), none, text = batch(8), np.zeros((0, WIDTH)), []
     whole, pipe = layers(4), pipeline(layers(4), comm, schedule=schedule, microbatches=3)
     for model in (whole, pipe):
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"], run_eagerly=True)
-        said.append([model.train_on_batch(*given) for given in [(x, y), (none, none), (x, y), (none, none)]])
-        said[-1].append(model.test_on_batch(none, none))
+        text.append([model.train_on_batch(*given) for given in [(x, y), (none, none), (x, y), (none, none)]])
+        text[-1].append(model.test_on_batch(none, none))
         assert model.predict_on_batch(none).shape == (0, WIDTH)
-    near(said[1], said[0])
+    near(text[1], text[0])
     for got, expected in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
         near(got, expected)
     spec = tf.TensorSpec((None, WIDTH), tf.float64)
@@ -185,7 +185,7 @@ def test_results_have_the_order_of_keras_on_all_ranks(comm: Any, outputs: int) -
     losses: Any = "mse" if outputs == 1 else {"z": "mse", "a": "mae"}
     metrics: Any = ["mse", "mae"] if outputs == 1 else {"z": ["mse", "mae"], "a": ["mae"]}
 
-    def made() -> Any:
+    def build() -> Any:
         keras.utils.set_random_seed(0)
         begin = hidden = keras.Input((WIDTH,))
         for _ in range(4):
@@ -193,14 +193,14 @@ def test_results_have_the_order_of_keras_on_all_ranks(comm: Any, outputs: int) -
         ends = [keras.layers.Dense(WIDTH, name=name)(hidden) for name in ("z", "a")[:outputs]]
         return keras.Model(begin, ends[0] if outputs == 1 else ends)
 
-    whole, pipe = made(), pipeline(made(), comm, microbatches=2)
-    said = []
+    whole, pipe = build(), pipeline(build(), comm, microbatches=2)
+    reports = []
     for model in (whole, pipe):
         model.compile(keras.optimizers.SGD(0.01), losses, metrics=metrics, weighted_metrics=["mse"] * (outputs == 1))
-        said.append(
+        reports.append(
             [model.train_on_batch(x, given), model.test_on_batch(x, given), model.evaluate(x, given, verbose=0)]
         )
-    near(said[1], said[0])
+    near(reports[1], reports[0])
     assert (
         pipe.evaluate(x, given, verbose=0, return_dict=True).keys()
         == whole.evaluate(x, given, verbose=0, return_dict=True).keys()

@@ -59,9 +59,9 @@ def test_recomputation_skips_products() -> None:
     again = tf.function(lambda kept, *arguments: without_products(gradients, kept, *arguments), autograph=False)
     _, kept = forward(x, w, v)
     assert len(kept) == 2
-    found = again(kept, x, w, v)
-    assert found["none"] is None
-    for got, expected in zip(found["of"], gradients(x, w, v)["of"], strict=True):
+    result = again(kept, x, w, v)
+    assert result["none"] is None
+    for got, expected in zip(result["of"], gradients(x, w, v)["of"], strict=True):
         near(got, expected)
     graph = again.get_concrete_function(kept, x, w, v).graph
     operations = [one for one in graph.get_operations() if one.type == "MatMul"]
@@ -167,10 +167,10 @@ def test_statistics_of_whole_batches(comm: Any, name: Any, checkpoint: Any) -> N
 def normalized_by(whole: Any, inputs: Any, part: Any) -> Any:
     """Return the second batch norm's input for a microbatch, without side effects."""
     before = [np.array(v) for v in whole.non_trainable_variables]
-    made = np.array(inputs(part, training=True))
+    model = np.array(inputs(part, training=True))
     for variable, value in zip(whole.non_trainable_variables, before, strict=True):
         variable.assign(value)
-    return made
+    return model
 
 
 def test_frozen_statistics_do_not_change(comm: Any) -> None:

@@ -37,8 +37,8 @@ class Block(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 def blocks(count: int) -> Any:
     x = inputs = keras.Input((WIDTH,))
     for number in range(count):
-        made = Block(number)(x)
-        x = keras.layers.Activation("tanh", name=f"tanh{number}")(made["sum"]) * made["more"][0]
+        built = Block(number)(x)
+        x = keras.layers.Activation("tanh", name=f"tanh{number}")(built["sum"]) * built["more"][0]
     model = filled(keras.Model(inputs, keras.layers.Dense(WIDTH, name="head")(x)))
     for variable in model.non_trainable_variables:
         if variable.path.endswith("moving_variance"):
@@ -106,9 +106,9 @@ def test_only_named_layers_are_recomputed(comm: Any, eager: bool) -> None:
     def seen(name: str) -> None:
         counts[name] = counts.get(name, 0) + 1
 
-    made = [Counts(f"{name}{n}", seen) for n in range(comm.size) for name in ("one", "other")]
-    dense = [keras.layers.Dense(WIDTH) for _ in made]
-    own = [layer for pair in zip(dense, made, strict=True) for layer in pair]
+    created = [Counts(f"{name}{n}", seen) for n in range(comm.size) for name in ("one", "other")]
+    dense = [keras.layers.Dense(WIDTH) for _ in created]
+    own = [layer for pair in zip(dense, created, strict=True) for layer in pair]
     pipe = pipeline(
         filled(keras.Sequential([keras.Input((WIDTH,)), *own])), comm, microbatches=2, weigh="rows",
         split=[4] * comm.size, checkpoint={"one*": "full"},

@@ -148,8 +148,8 @@ def test_recomputation_is_deterministic_or_refused(comm: Any, how: str, eager: b
     options: dict[str, Any] = {"optimizer": "sgd", "loss": "mse", "run_eagerly": eager}
     pipe = pipeline([keras.Input((WIDTH,)), *drawing], comm, microbatches=2, checkpoint="full")
     pipe.compile(**options)
-    said = "when a backward recomputes" if comm.rank == comm.size - 1 else None  # others may get its error
-    with pytest.raises((UsageError, PeerError), match=said):
+    text = "when a backward recomputes" if comm.rank == comm.size - 1 else None  # others may get its error
+    with pytest.raises((UsageError, PeerError), match=text):
         pipe.step(*batch(4))
     pipe.close()
     # Keras's own random numbers, and true constants, are the same.

@@ -93,16 +93,16 @@ def test_a_difference_is_named(comm: Any, wrong: str, text: str, monkeypatch: py
     plain = StageLayer.call
 
     def call(part: StageLayer, values: Any, training: bool | None = None) -> Any:
-        made = plain(part, values, training=training)
-        for name, value in made.items():
+        built = plain(part, values, training=training)
+        for name, value in built.items():
             if wrong == "value" or (wrong == "evaluation" and not training):
-                made[name] = value * 1.01 if name == "d1 1.0" else value
+                built[name] = value * 1.01 if name == "d1 1.0" else value
             elif wrong == "gradient":
-                made[name] = tf.stop_gradient(value)
+                built[name] = tf.stop_gradient(value)
         for variable in part.non_trainable_variables:
             if wrong == "state" and variable.name == "count":
                 variable.assign_add(1.0)
-        return made
+        return built
 
     dense = [keras.layers.Dense(WIDTH, name=f"d{n}") for n in range(4 if comm.size < 4 else 8)]
     monkeypatch.setattr(StageLayer, "call", call)

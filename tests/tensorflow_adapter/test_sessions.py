@@ -44,15 +44,15 @@ def test_many_independent_operations_in_one_run(comm: Any, threads: int, delayed
     """Regression: they hung: ranks began different ones, each of which blocked a thread of TensorFlow's."""
     random = np.random.default_rng(100 + comm.rank)
     with tf.Graph().as_default():
-        found: list[Any] = [None] * COUNT
+        outcomes: list[Any] = [None] * COUNT
         for number in another_order(comm):
             x = tf.constant([float(number), float(comm.rank)])
             if delayed:
                 x = late(x, random.uniform(0, 0.02))
-            found[number] = hvd.allreduce(x, op=hvd.Sum, name=f"number {number}")
+            outcomes[number] = hvd.allreduce(x, op=hvd.Sum, name=f"number {number}")
         with session(threads) as run:
             for _ in range(3):
-                results = run.run(found)
+                results = run.run(outcomes)
     ranks = sum(range(comm.size))
     np.testing.assert_array_equal(results, [[number * comm.size, ranks] for number in range(COUNT)])
 
@@ -67,9 +67,9 @@ def test_gradients_of_many_independent_operations(comm: Any, threads: int) -> No
         for number in another_order(comm):
             with tf.control_dependencies(list(back.values())[-1:]):
                 back[number] = late(tf.fill([2], float(comm.rank + 1)), 0.001)
-        found = [tf.gradients(y, x, back[number])[0] for number, (x, y) in enumerate(zip(xs, ys, strict=True))]
+        values = [tf.gradients(y, x, back[number])[0] for number, (x, y) in enumerate(zip(xs, ys, strict=True))]
         with session(threads) as run:
-            results = run.run(found)
+            results = run.run(values)
     factor = 2.0 * sum(range(1, comm.size + 1))
     expected = [[factor * (1.0 + number), factor * (2.0 + comm.rank)] for number in range(COUNT)]
     np.testing.assert_array_equal(results, expected)
@@ -98,10 +98,10 @@ def slow_backward(x: Any, seconds: float) -> Any:
 
 def test_a_wrapped_graph_of_tensorflow_1(comm: Any) -> None:
     def build(x: Any) -> Any:
-        found: list[Any] = [None] * COUNT
+        results: list[Any] = [None] * COUNT
         for number in another_order(comm):
-            found[number] = hvd.allreduce(x * float(number), op=hvd.Sum, name=f"wrapped {number}")
-        return found
+            results[number] = hvd.allreduce(x * float(number), op=hvd.Sum, name=f"wrapped {number}")
+        return results
 
     wrapped = tf.compat.v1.wrap_function(build, [tf.TensorSpec([2])])
     for number, result in enumerate(wrapped(tf.ones(2))):
@@ -161,21 +161,21 @@ def test_operations_in_a_loop_and_in_a_branch(comm: Any, threads: int) -> None:
 def test_only_what_is_fetched_runs(comm: Any) -> None:
     """One of several operations can run alone, without the others."""
     with tf.Graph().as_default():
-        found = [hvd.allreduce(tf.ones(2), op=hvd.Sum, name=f"alone {number}") for number in range(3)]
+        results = [hvd.allreduce(tf.ones(2), op=hvd.Sum, name=f"alone {number}") for number in range(3)]
         with session(1) as run:
-            np.testing.assert_array_equal(run.run(found[1]), [comm.size] * 2)
+            np.testing.assert_array_equal(run.run(results[1]), [comm.size] * 2)
 
 
 def test_traced_functions_within_a_graph_of_sessions(comm: Any) -> None:
     """Regression: two independent functions are two chains, each of which blocked a thread."""
     order = another_order(comm)
     with tf.Graph().as_default():
-        found: list[Any] = [None] * COUNT
+        outcomes: list[Any] = [None] * COUNT
         for number in order:
             reduce = tf.function(lambda x, number=number: hvd.allreduce(x, op=hvd.Sum, name=f"traced {number}"))
-            found[number] = reduce(tf.ones(2) * float(number))
+            outcomes[number] = reduce(tf.ones(2) * float(number))
         with session(2) as run:
-            results = run.run(found)
+            results = run.run(outcomes)
     np.testing.assert_array_equal(results, [[number * comm.size] * 2 for number in range(COUNT)])
 
 

@@ -62,14 +62,14 @@ def test_a_tensorflow_variable_with_divided_weights(comm: Any) -> None:
 
     def trained(model: Any) -> list[float]:
         own, optimizer = tf.Variable(0.5, dtype=tf.float64), keras.optimizers.SGD(0.1)
-        found = []
+        results = []
         for _ in range(2):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(model(values(3, 6)) ** 2) * tf.exp(own)
             variables = [*model.trainable_variables, own]
             optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-            found += [float(loss), float(own)]
-        return found
+            results += [float(loss), float(own)]
+        return results
 
     expected = trained(whole())
     near(trained(parallelize(whole(), comm, PLAN)), expected)
@@ -79,27 +79,27 @@ def test_nothing_is_recorded_between_comparisons(comm: Any) -> None:
     """Nothing is recorded without training."""
     model = parallelize(whole(), comm, PLAN)
     model.compile("sgd", "mse", run_eagerly=True)
-    watch, found = model.get_layer("up").axis.watch, []
+    watch, results = model.get_layer("up").axis.watch, []
     assert (watch is None) == (comm.size == 1)
     for _ in range(5):
         model(values(3, 6))
-        found.append(watch is not None and (watch.on, len(watch.notes)))
+        results.append(watch is not None and (watch.on, len(watch.notes)))
         model.train_on_batch(values(3, 6), values(3, 4))
     if watch is not None:
-        assert found == [(True, 0), (True, 0), (False, 0), (True, 0), (False, 0)]  # steps 1, 2 and 4 compare
+        assert results == [(True, 0), (True, 0), (False, 0), (True, 0), (False, 0)]  # steps 1, 2 and 4 compare
 
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_whole_sequence_is_refused_as_a_part(comm: Any, eager: bool) -> None:
     """Regression: a plan with sequence= took the whole for a part: only the weights after a step were wrong."""
 
-    def made() -> Any:
+    def build() -> Any:
         model = sequential(L.Dense(8, "tanh", name="up"), L.Dense(6, name="down"), shape=(None, 6))
         parallelize(model, comm, SEQUENCE)
         model.compile("sgd", "mse", run_eagerly=eager)
         return model
 
-    model = made()
+    model = build()
     uneven = values(2, 3 + (comm.rank == 0), 6, seed=comm.rank)
     for x in (values(2, 3, 6, seed=comm.rank), uneven, values(2, 1, 6).repeat(3, 1)):  # parts; all positions alike
         model.train_on_batch(x, x)
@@ -107,7 +107,7 @@ def test_a_whole_sequence_is_refused_as_a_part(comm: Any, eager: bool) -> None:
         with pytest.raises(
             Exception, match=r"its part of a sequence, the input of [a-z0-9_/]*up[^$]*is the same on all ranks"
         ):
-            made().train_on_batch(values(2, 3, 6), values(2, 3, 6))
+            build().train_on_batch(values(2, 3, 6), values(2, 3, 6))
         with pytest.raises(UsageError, match=r"verify= calls the unsharded model.*each rank's part of a sequence"):
             model = sequential(L.Dense(8, name="up"), L.Dense(6, name="down"), shape=(None, 6))
             parallelize(model, comm, SEQUENCE, verify=values(2, 3, 6))

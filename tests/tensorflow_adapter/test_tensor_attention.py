@@ -79,12 +79,12 @@ def test_attention_with_a_mask(comm: Any, make: Any) -> None:
             mask = tf.constant(values(2, LENGTH, LENGTH, seed=5) > 0)
             return self.a(x, x, attention_mask=mask, use_causal_mask=True)
 
-    def made() -> Any:
+    def build() -> Any:
         model = Masked()
         model(values(2, LENGTH, WIDTH))
         return filled(model)
 
-    same(made, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
+    same(build, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
 
 
 class MaskedByHeads(keras.Model):  # type: ignore[misc]
@@ -111,12 +111,12 @@ class MaskedByHeads(keras.Model):  # type: ignore[misc]
 def test_attention_with_a_mask_for_each_head(comm: Any, make: Any, heads: int) -> None:
     """Regression: a rank used the mask of all heads for its own, which failed or used other heads' masks."""
 
-    def made() -> Any:
+    def build() -> Any:
         model = MaskedByHeads(make(), heads)
         model(values(2, LENGTH, WIDTH))
         return filled(model)
 
-    same(made, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
+    same(build, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
 
 
 @pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
@@ -217,7 +217,7 @@ def test_parallel_mlp(comm: Any, options: Any, sequence: int | None) -> None:
 def _same_block(comm: Any, make: Any, width: int, sequence: int | None) -> None:
     alone = comm.split(comm.rank)
     x, wanted = tf.constant(values(2, 7, width)), tf.constant(values(2, 7, width, seed=1))
-    found = []
+    results = []
     for axis in (alone, comm):
         keras.utils.set_random_seed(3)
         layer = make(axis)
@@ -231,9 +231,9 @@ def _same_block(comm: Any, make: Any, width: int, sequence: int | None) -> None:
             return out, *tape.gradient(loss, [x, *layer.trainable_variables])
 
         layer(x if sequence is None else scatter(x, axis, 1))
-        found.append((layer, step()))
-    for number, (expected, got) in enumerate(zip(found[0][1], found[1][1], strict=True)):
-        variable = found[1][0].trainable_variables[number - 2] if number > 1 else None
+        results.append((layer, step()))
+    for number, (expected, got) in enumerate(zip(results[0][1], results[1][1], strict=True)):
+        variable = results[1][0].trainable_variables[number - 2] if number > 1 else None
         shard = None if variable is None else shard_of(variable)
         near(got, expected if shard is None else shard.own(np.asarray(expected)), EXACT, f"{number}")
 
@@ -275,8 +275,8 @@ def test_invalid_blocks_are_refused(comm: Any) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"heads": 5}, "multiple"), ({"kv_heads": 3}, "multiple"), ({"dropout": 1.0}, "dropout"),
     ]  # fmt: skip
-    for options, said in cases:
-        with pytest.raises(UsageError, match=said):
+    for options, text in cases:
+        with pytest.raises(UsageError, match=text):
             ParallelAttention(16, **{"heads": 4, "ranks": comm, **options})
     with pytest.raises(UsageError, match="all hidden features"):
         ParallelMLP(4, 8, comm, activation="softmax")

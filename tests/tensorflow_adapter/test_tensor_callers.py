@@ -73,14 +73,14 @@ def test_a_layer_called_from_elsewhere_is_warned_of(comm: Any, borrows: bool) ->
     """Regression: a user-defined step that called a divided layer silently got a part."""
     model, x = divided(comm), values(3, 6)
     up = model.get_layer("up")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(x)
         for _ in range(2):
             (Borrowing(up) if borrows else up)(x)
-    told = [str(one.message) for one in said if "outside of" in str(one.message)]
-    assert len(told) == (comm.rank == 0)
-    assert all("up is called" in text and "this rank's shard" in text for text in told)
+    messages = [str(one.message) for one in caught if "outside of" in str(one.message)]
+    assert len(messages) == (comm.rank == 0)
+    assert all("up is called" in text and "this rank's shard" in text for text in messages)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         near(Borrowing(model)(x), plain()(x))
@@ -104,11 +104,11 @@ def test_layers_called_by_the_owner_of_their_model_are_warned_of(comm: Any, firs
     if first:
         near(Borrowing(model)(x), plain()(x))
     around = Around(model)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         around(x)
-    told = [str(one.message) for one in said if "up is called" in str(one.message)]
-    assert len(told) == (comm.rank == 0)
+    messages = [str(one.message) for one in caught if "up is called" in str(one.message)]
+    assert len(messages) == (comm.rank == 0)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -117,12 +117,12 @@ def test_a_modified_sequential_is_checked_again(comm: Any, first: bool, nested: 
     """Regression: layers added between divided ones, which took a part for the whole, were silently wrong."""
     x = values(3, 6)
 
-    def made() -> tuple[Any, Any]:
+    def build() -> tuple[Any, Any]:
         inner = sequential(L.Dense(8, "relu", name="up"), L.Dense(4, name="down"), shape=(6,))
         given = keras.Input((6,))
         return keras.Model(given, inner(given)) if nested else inner, inner
 
-    (model, inner), (whole, reference) = made(), made()
+    (model, inner), (whole, reference) = build(), build()
     parallelize(model, comm, {f"{inner.name}/up": Column(), f"{inner.name}/down": Row()} if nested else PLAN)
     if first:
         near(model(x), whole(x))

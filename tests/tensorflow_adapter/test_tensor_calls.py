@@ -164,8 +164,8 @@ def test_ranks_on_different_paths(comm: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X, how="tanh" if comm.rank else lambda _, hidden: ops.relu(hidden))
-    said = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
-    assert len(said) == (comm.rank == 0), said
+    messages = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), messages
 
 
 def test_a_flag_given_on_one_rank_only(comm: Any) -> None:
@@ -187,5 +187,5 @@ def test_aliases_of_executing_eagerly(comm: Any, function: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X, how=lambda _, hidden: hidden * 2 if function() else hidden)
-    said = [str(one.message) for one in caught if "checks whether it runs eagerly" in str(one.message)]
-    assert len(said) == (comm.rank == 0), said
+    messages = [str(one.message) for one in caught if "checks whether it runs eagerly" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), messages

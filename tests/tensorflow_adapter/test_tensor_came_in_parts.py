@@ -45,7 +45,7 @@ class Block(keras.Model):  # type: ignore[misc]
         return x + self.down(self.up(x))
 
 
-def made(before: Before, x: Any) -> Any:
+def build(before: Before, x: Any) -> Any:
     model = Block(before)
     model(x)
     return filled(model)
@@ -113,7 +113,7 @@ def whole(comm: Any) -> Any:
 @pytest.mark.parametrize("name", some(WRONG))
 def test_operations_on_the_whole_sequence_are_refused(comm: Any, name: str) -> None:
     x = whole(comm)
-    divided = parallelize(made(WRONG[name], x), comm, PLAN)
+    divided = parallelize(build(WRONG[name], x), comm, PLAN)
     with pytest.raises(
         UsageError, match=r"plan: .*(by the caller|differs from the unsharded|gathers a sequence takes)"
     ):
@@ -130,13 +130,13 @@ def test_functional_models_refuse_such_operations(comm: Any, name: str) -> None:
 @pytest.mark.parametrize("name", some(RIGHT))
 def test_operations_on_single_positions_pass(comm: Any, name: str) -> None:
     x = whole(comm)
-    expected = made(RIGHT[name], x)(x)
-    divided = parallelize(made(RIGHT[name], x), comm, PLAN)
-    with warnings.catch_warnings(record=True) as told:
+    expected = build(RIGHT[name], x)(x)
+    divided = parallelize(build(RIGHT[name], x), comm, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = divided(scatter(x, comm, 1))
     near(got, scatter(expected, comm, 1), 1e-12, name)
-    assert not [one for one in told if "plan:" in str(one.message)], name
+    assert not [one for one in caught if "plan:" in str(one.message)], name
 
 
 def test_valid_functional_models_pass(comm: Any) -> None:
@@ -150,31 +150,31 @@ def test_a_whole_example_is_checked_too(comm: Any) -> None:
     x = whole(comm)
     for name in ("the length", "halves"):
         with pytest.raises(UsageError, match=r"plan: "):
-            parallelize(made(WRONG[name], x), comm, PLAN, example=x)
-    divided = parallelize(made(RIGHT["features"], x), comm, PLAN, example=x)
-    near(divided(scatter(x, comm, 1)), scatter(made(RIGHT["features"], x)(x), comm, 1))
+            parallelize(build(WRONG[name], x), comm, PLAN, example=x)
+    divided = parallelize(build(RIGHT["features"], x), comm, PLAN, example=x)
+    near(divided(scatter(x, comm, 1)), scatter(build(RIGHT["features"], x)(x), comm, 1))
 
 
 def test_two_parts_may_be_combined(comm: Any) -> None:
     """One of them enters no divided layer directly."""
     x, other = whole(comm), tf.constant(values(1, 4 * comm.size, 1, seed=2))
-    divided = parallelize(made(RIGHT["nothing"], x), comm, PLAN)
+    divided = parallelize(build(RIGHT["nothing"], x), comm, PLAN)
     got = divided(scatter(x, comm, 1), scatter(other, comm, 1))
-    near(got, scatter(made(RIGHT["nothing"], x)(x, other), comm, 1))
+    near(got, scatter(build(RIGHT["nothing"], x)(x, other), comm, 1))
 
 
 def test_within_a_graph(comm: Any) -> None:
     """Symbolic tensors get different numbers on each rank; otherwise a part's mean would equal that of the whole."""
     x = whole(comm)
-    divided = parallelize(made(WRONG["halves"], x), comm, PLAN)
+    divided = parallelize(build(WRONG["halves"], x), comm, PLAN)
     with pytest.raises(Exception, match=r"plan: .*differs from the unsharded"):  # AutoGraph has one of its own
         tf.function(divided)(scatter(x, comm, 1))
 
 
 def test_a_norm_in_the_plan(comm: Any) -> None:
     x = whole(comm)
-    divided = parallelize(made(WRONG["a norm that is whole"], x), comm, {**PLAN, "norm": Sequence(1)})
-    near(divided(scatter(x, comm, 1)), scatter(made(WRONG["a norm that is whole"], x)(x), comm, 1))
+    divided = parallelize(build(WRONG["a norm that is whole"], x), comm, {**PLAN, "norm": Sequence(1)})
+    near(divided(scatter(x, comm, 1)), scatter(build(WRONG["a norm that is whole"], x)(x), comm, 1))
 
 
 def test_features_divided_by_the_caller(comm: Any) -> None:
@@ -206,7 +206,7 @@ def test_features_divided_by_the_caller(comm: Any) -> None:
 def test_balanced_parts_are_warned_of(comm: Any, divided_first: bool) -> None:
     """Regression: layers joined them in rank order, so that attention saw tokens in a different order."""
     axis, x = commlib.Mesh(tp=comm.size)["tp"], whole(comm)
-    model = parallelize(made(RIGHT["nothing"], x), axis, PLAN)
+    model = parallelize(build(RIGHT["nothing"], x), axis, PLAN)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if divided_first:
@@ -214,5 +214,5 @@ def test_balanced_parts_are_warned_of(comm: Any, divided_first: bool) -> None:
         part = shard_sequence(x, axis)
         for _ in range(2):
             model(part)
-    said = [str(one.message) for one in caught if "in the layout 'balanced'" in str(one.message)]
-    assert len(said) == (comm.rank == 0), said
+    messages = [str(one.message) for one in caught if "in the layout 'balanced'" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), messages

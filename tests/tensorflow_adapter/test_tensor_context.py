@@ -218,7 +218,7 @@ def test_recomputed(comm: Any, method: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"method": "star"}, "'star', expected 'ring' or 'all_to_all'"),
         ({"layout": "zigzag"}, "'zigzag', expected 'balanced' or 'contiguous'"),
@@ -228,9 +228,9 @@ def test_recomputed(comm: Any, method: Any) -> None:
     ],
     ids=str,
 )
-def test_wrong_arguments_are_refused(comm: Any, options: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_refused(comm: Any, options: dict[str, Any], text: str) -> None:
     x = own(drawn(2, 8, 4, 1), comm, "balanced")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         cp.attention(x, x, x, comm, **options)
 
 
@@ -331,10 +331,10 @@ class Attention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         q = tf.transpose(tf.reshape(self.q(x), [-1, x.shape[1], 4, 2]), [0, 2, 1, 3])
         k, v = tf.split(tf.transpose(tf.reshape(self.kv(x), [-1, x.shape[1], 4, 2]), [0, 2, 1, 3]), 2, 1)
         if self.axis is None:
-            found = expected(q, k, v, True, None)
+            result = expected(q, k, v, True, None)
         else:
-            found = cp.attention(q, k, v, self.axis, causal=True, length=13, **self.options)
-        return x + tf.reshape(tf.transpose(found, [0, 2, 1, 3]), [-1, x.shape[1], 8])
+            result = cp.attention(q, k, v, self.axis, causal=True, length=13, **self.options)
+        return x + tf.reshape(tf.transpose(result, [0, 2, 1, 3]), [-1, x.shape[1], 8])
 
 
 def _fixed(seed: int) -> Any:

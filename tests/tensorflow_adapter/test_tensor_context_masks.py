@@ -65,11 +65,11 @@ def compare(
     factors = drawn(BATCH, heads[0], tokens, 7, seed=4)
     learns = mask is not None and mask.dtype != bool
     reference = tf.constant(mask) if learns else mask
-    told = {name: value for name, value in options.items() if name not in ("dropout_p", "seed", "length")}
+    arguments = {name: value for name, value in options.items() if name not in ("dropout_p", "seed", "length")}
     with tf.GradientTape() as tape:
         watched = [*whole, *([reference] if learns else [])]
         tape.watch(watched)
-        weights = weights_of(whole[0], whole[1], mask=reference, key_mask=key_mask, **told)
+        weights = weights_of(whole[0], whole[1], mask=reference, key_mask=key_mask, **arguments)
         out = tf.matmul(weights if kept is None else weights * kept, tf.repeat(whole[2], heads[0] // heads[1], 1))
         loss = tf.reduce_sum(out * factors)
     wanted = [out, *tape.gradient(loss, watched)]
@@ -101,9 +101,9 @@ def compare(
 
 
 def padded() -> Any:
-    found = np.ones((BATCH, TOKENS), bool)
-    found[0, :4] = found[1, 9:] = False
-    return found
+    result = np.ones((BATCH, TOKENS), bool)
+    result[0, :4] = result[1, 9:] = False
+    return result
 
 
 def bools(*shape: int, share: float = 0.6) -> Any:
@@ -158,8 +158,8 @@ def dropped(comm: Any, method: Any, rate: float, seed: Any, tokens: int = TOKENS
     def attend(q: Any, k: Any, v: Any) -> Any:
         return cp.attention(q, k, v, comm, length=tokens, method=method, dropout_p=rate, seed=seed)
 
-    found = (tf.function(attend) if graph else attend)(*mine)
-    return (found / own(weights_of(q, k, scale=6**-0.5), comm)).numpy()
+    result = (tf.function(attend) if graph else attend)(*mine)
+    return (result / own(weights_of(q, k, scale=6**-0.5), comm)).numpy()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -197,7 +197,7 @@ def test_heads_on_different_ranks_have_different_dropout(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"dropout_p": 0.1}, "needs a seed"),
         ({"window": 4}, "sliding window of 4096"),
@@ -208,9 +208,9 @@ def test_heads_on_different_ranks_have_different_dropout(comm: Any) -> None:
     ],
     ids=str,
 )
-def test_mismatched_options_are_refused(comm: Any, options: dict[str, Any], said: str) -> None:
+def test_mismatched_options_are_refused(comm: Any, options: dict[str, Any], text: str) -> None:
     x = own(drawn(2, 2, 8, 4, seed=1), comm)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         cp.attention(x, x, x, comm, **options)
 
 

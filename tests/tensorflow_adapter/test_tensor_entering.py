@@ -90,15 +90,15 @@ def test_shared_inputs_have_all_their_gradients(comm: Any, in_float64: None, way
             else:
                 out = model(given)
             loss = tf.reduce_sum(out * y)
-        found = [first.gradient(loss, given)]
+        results = [first.gradient(loss, given)]
         if way == "twice":  # the same input, whose first moves no tape has recorded
             model(given)
         if way in ("twice", "two tapes"):
             with tf.GradientTape() as second:
                 second.watch(given)
                 loss = tf.reduce_sum(model(given) * y)
-            found.append(second.gradient(loss, given))
-        return found
+            results.append(second.gradient(loss, given))
+        return results
 
     expected = step(whole)
     got = (tf.function(step, autograph=False) if compiled else step)(own)

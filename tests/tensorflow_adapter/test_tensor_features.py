@@ -45,12 +45,12 @@ def train(model: Any) -> list[float]:
 def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None:
     """Regression: conv-BN-conv was refused. Each channel has its own statistics, and each rank some channels."""
     plain, divided = make(), make()
-    found = plan if plan == "auto" else {"up": Column(), "down": Row(), **plan}
+    result = plan if plan == "auto" else {"up": Column(), "down": Row(), **plan}
     if comm.size == 3:  # of 4 groups, which stay whole: 3, 3 and 2 channels are none
         with pytest.raises(UsageError, match="its 4 groups cannot be split"):
-            parallelize(divided, comm, found, example=X, report=lambda table: None)
+            parallelize(divided, comm, result, example=X, report=lambda table: None)
         return
-    parallelize(divided, comm, found, report=lambda table: None)
+    parallelize(divided, comm, result, report=lambda table: None)
     assert all(isinstance(divided.get_layer(name).style, Sequence) for name in NORMS)
     near(train(divided), train(plain))
     for got, expected in zip(gather_weights(divided), plain.get_weights(), strict=True):
@@ -63,7 +63,7 @@ def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
-    ("column", "norm", "style", "said"),
+    ("column", "norm", "style", "text"),
     [
         (Column(parts=2), L.BatchNormalization(name="bn"), Sequence(-1), "bn .* 2 fused parts"),
         (Column(), L.BatchNormalization(name="bn"), Sequence(1), r"mixes all of the others.* Sequence\(2\)"),
@@ -76,11 +76,11 @@ def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None
     ],
     ids=["parts", "dimension", "no style", "no weights", "frozen", "groups alone", "one group", "whole"],
 )
-def test_mismatched_styles_are_refused(comm: Any, column: Any, norm: Any, style: Any, said: str) -> None:
+def test_mismatched_styles_are_refused(comm: Any, column: Any, norm: Any, style: Any, text: str) -> None:
     """A rank's weights must match its features."""
     model = keras.Sequential([keras.Input((3, 4)), L.Dense(8, name="up"), norm, L.Dense(2, name="down")])
     plan = {"up": column, "down": Row(split=column.gather)} | ({} if style is None else {"bn": style})
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         parallelize(model, comm, plan)
 
 

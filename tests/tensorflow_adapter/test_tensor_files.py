@@ -204,8 +204,8 @@ def test_clones_are_whole_or_refused(comm: Any) -> None:
     layer: Any = model.get_layer("up")
     assert type(type(layer).from_config(layer.get_config())) is keras.layers.Dense
     x = keras.Input((3, 8))
-    made = keras.Model(x, ParallelMLP(8, 16, comm)(ParallelAttention(8, 4, comm)(x)))
-    for copied in (lambda: keras.models.clone_model(made), lambda: keras.Model.from_config(made.get_config())):
+    built = keras.Model(x, ParallelMLP(8, 16, comm)(ParallelAttention(8, 4, comm)(x)))
+    for copied in (lambda: keras.models.clone_model(built), lambda: keras.Model.from_config(built.get_config())):
         with pytest.raises(UsageError, match=r"needs the ranks of an axis, which a configuration cannot hold"):
             copied()
     with pytest.raises(UsageError, match="ParallelMLP needs the ranks"):

@@ -41,17 +41,17 @@ class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
         hidden = self.up(first)
         if how == "features":
             return hidden
-        found = {
+        result = {
             "training": training, "evaluation": not training, "list": isinstance(x, list), "dict": isinstance(x, dict),
             "gate": gate is not None, "rank": len(first.shape) == 3,
             "integers": gate is not None and "int" in gate.dtype.name,
         }  # fmt: skip
-        if found.get(self.wrong, False) or how is True or how == "softmax":
+        if result.get(self.wrong, False) or how is True or how == "softmax":
             hidden = ops.softmax(hidden)
         return self.down(hidden if gate is None else hidden * ops.cast(gate, hidden.dtype))
 
 
-def made(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
+def build(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
     """Return a plain model and its divided copy."""
     plain, model = Model(), Model()
     for one in (plain, model):
@@ -147,9 +147,9 @@ def warned(comm: Any, *texts: str) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    said = [str(one.message) for one in caught if "plan" in str(one.message)]
-    assert len(said) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), said
-    for text, got in zip(texts, said, strict=False):
+    messages = [str(one.message) for one in caught if "plan" in str(one.message)]
+    assert len(messages) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), messages
+    for text, got in zip(texts, messages, strict=False):
         assert text in got
 
 
@@ -204,14 +204,14 @@ def test_calls_of_other_kinds_are_checked(comm: Any, looked_at: str) -> None:
     for kind, (wrong, call) in KINDS.items():
         if kind == "training" and looked_at == "example":
             continue  # it is then checked
-        plain, model = made(comm, wrong, **({"example": X} if looked_at == "example" else {}))
+        plain, model = build(comm, wrong, **({"example": X} if looked_at == "example" else {}))
         for _ in range(2):
             near(model(X), plain(X), what=kind)
         for _ in range(2):  # each time
             with pytest.raises(UsageError, match="divided_output" if kind == "another result" else "softmax|Softmax"):
                 call(model)
         near(model(X), plain(X), what=kind)
-    _, model = made(comm, "integers")
+    _, model = build(comm, "integers")
     model(X, gate=GATE)
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
         model(X, gate=tf.ones((3, 1), tf.int32))
@@ -220,7 +220,7 @@ def test_calls_of_other_kinds_are_checked(comm: Any, looked_at: str) -> None:
 @pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_valid_calls_of_other_kinds(comm: Any) -> None:
-    plain, model = made(comm)
+    plain, model = build(comm)
     with warned(comm):
         for _, call in RIGHT:
             near(call(model), call(plain))
@@ -231,7 +231,7 @@ def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.Monke
     """Numbers, shapes and graphs do not make another kind."""
     looks: list[Any] = []
     monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
-    _, model = made(comm)
+    _, model = build(comm)
     for at in range(3):
         model(X, gate=GATE, how=at)
         model(X[:2], how=at, gate=GATE[:2])
@@ -251,7 +251,7 @@ def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.Monke
 @pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_too_many_kinds_of_calls_are_reported(comm: Any) -> None:
-    _, model = made(comm)
+    _, model = build(comm)
     with warned(comm, "Model is called in more than 8 ways"):
         for at in range(11):
             model(X, how=f"number {at}")
@@ -289,7 +289,7 @@ def test_a_call_wrapped_by_the_user(comm: Any, when: str) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_checks_do_not_change_the_model(comm: Any) -> None:
-    _, model = made(comm)
+    _, model = build(comm)
     model(X)
     assert model.__class__ is Model
     assert isinstance(model, Model)
@@ -308,7 +308,7 @@ def test_a_rank_that_fails_before_communication(comm: Any) -> None:
             return x
 
     model = keras.Sequential([keras.Input((6,)), L.Dense(8, name="up"), Fails(), L.Dense(4, name="down")])
-    with pytest.raises((UsageError, MismatchError)) as told:
+    with pytest.raises((UsageError, MismatchError)) as error:
         parallelize(model, comm, PLAN, example=X)
-    assert comm.rank or ("the sharded model fails" in str(told.value) and "of a part" in str(told.value))
+    assert comm.rank or ("the sharded model fails" in str(error.value) and "of a part" in str(error.value))
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))

@@ -65,24 +65,24 @@ class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def call(self, x: Any) -> Any:
         hidden = self.up(x)
-        found = self.down(hidden)
-        self.door(self, self.what(hidden, found))
-        return found
+        result = self.down(hidden)
+        self.door(self, self.what(hidden, result))
+        return result
 
 
-def mean(hidden: Any, found: Any) -> Any:
+def mean(hidden: Any, result: Any) -> Any:
     return tf.reduce_mean(hidden)
 
 
-def part(hidden: Any, found: Any) -> Any:
+def part(hidden: Any, result: Any) -> Any:
     return hidden
 
 
-def whole(hidden: Any, found: Any) -> Any:
-    return tf.reduce_mean(found) + tf.reduce_sum(found**2)
+def whole(hidden: Any, result: Any) -> Any:
+    return tf.reduce_mean(result) + tf.reduce_sum(result**2)
 
 
-def cut(hidden: Any, found: Any) -> Any:
+def cut(hidden: Any, result: Any) -> Any:
     return tf.stop_gradient(tf.reduce_mean(hidden))
 
 
@@ -131,7 +131,7 @@ SHORT = ("an attribute", "a global", "a closure", "a class", "a module of Tensor
 SOME = [door if door in SHORT else pytest.param(door, marks=pytest.mark.long) for door in DOORS]
 
 
-def made(what: Any, door: Any) -> Any:
+def build(what: Any, door: Any) -> Any:
     model = Model(what, lambda model, value: None)
     model(X)
     filled(model)
@@ -150,7 +150,7 @@ def warnings_of(call: Callable[[], Any]) -> list[str]:
 @pytest.mark.parametrize("door", SOME)
 def test_a_stored_part_is_refused(comm: Any, door: str) -> None:
     for what in (mean, part):
-        model = parallelize(made(what, DOORS[door][0]), comm, PLAN)
+        model = parallelize(build(what, DOORS[door][0]), comm, PLAN)
         for training in (False, True):
             with pytest.raises(UsageError, match=r"(?s)kept after a model's call.*by up.*test_tensor_kept\.py"):
                 model(X, training=training)
@@ -158,10 +158,10 @@ def test_a_stored_part_is_refused(comm: Any, door: str) -> None:
 
 
 def test_an_attribute_of_the_result_is_refused(comm: Any) -> None:
-    def hung(hidden: Any, found: Any) -> None:
-        found.hidden = hidden
+    def hung(hidden: Any, result: Any) -> None:
+        result.hidden = hidden
 
-    model = parallelize(made(hung, lambda model, value: None), comm, PLAN)
+    model = parallelize(build(hung, lambda model, value: None), comm, PLAN)
     with pytest.raises(UsageError, match="kept after a model's call"):
         model(X)
 
@@ -169,12 +169,12 @@ def test_an_attribute_of_the_result_is_refused(comm: Any) -> None:
 def test_each_check_refuses_a_stored_part(comm: Any) -> None:
     for options in ({"example": X}, {"verify": X}):
         with pytest.raises(UsageError, match="kept after a model's call"):
-            parallelize(made(mean, DOORS["an attribute"][0]), comm, PLAN, **options)
-    model = parallelize(made(mean, DOORS["an attribute"][0]), comm, PLAN)
+            parallelize(build(mean, DOORS["an attribute"][0]), comm, PLAN, **options)
+    model = parallelize(build(mean, DOORS["an attribute"][0]), comm, PLAN)
     model.compile("sgd", "mse")
     with pytest.raises(UsageError, match="kept after a model's call"):
         model.fit(X, values(3, 4), verbose=0)
-    model = made(mean, DOORS["an attribute"][0])
+    model = build(mean, DOORS["an attribute"][0])
     with pytest.raises(UsageError, match="finds no layer"):
         parallelize(model, comm, "auto", example=X, report=lambda table: None)
 
@@ -182,7 +182,7 @@ def test_each_check_refuses_a_stored_part(comm: Any) -> None:
 @pytest.mark.parametrize("door", SOME)
 def test_stored_whole_values_are_accepted(comm: Any, door: str) -> None:
     """They also train as in one process."""
-    model, plain = (made(whole, DOORS[door][0]) for _ in range(2))
+    model, plain = (build(whole, DOORS[door][0]) for _ in range(2))
     parallelize(model, comm, PLAN)
     gradients = []
     for one in (model, plain):
@@ -205,33 +205,33 @@ def test_moves_keep_scalars(comm: Any) -> None:
 
 
 def test_a_reduced_part_is_accepted(comm: Any) -> None:
-    def summed(hidden: Any, found: Any) -> Any:
+    def summed(hidden: Any, result: Any) -> Any:
         return tp.reduce(tf.reduce_sum(hidden), comm)
 
-    model = parallelize(made(summed, DOORS["an attribute"][0]), comm, PLAN)
+    model = parallelize(build(summed, DOORS["an attribute"][0]), comm, PLAN)
     assert not warnings_of(lambda: model(X))
-    near(model.aux, tf.reduce_sum(made(summed, DOORS["an attribute"][0]).up(X)))
+    near(model.aux, tf.reduce_sum(build(summed, DOORS["an attribute"][0]).up(X)))
 
 
 def test_a_stored_part_without_a_gradient_is_reported(comm: Any) -> None:
-    model = parallelize(made(cut, DOORS["an attribute"][0]), comm, PLAN)
-    said = warnings_of(lambda: [model(X) for _ in range(2)])
-    assert len(said) == (comm.rank == 0)
-    assert all("without a gradient" in one and "by up" in one for one in said)
+    model = parallelize(build(cut, DOORS["an attribute"][0]), comm, PLAN)
+    messages = warnings_of(lambda: [model(X) for _ in range(2)])
+    assert len(messages) == (comm.rank == 0)
+    assert all("without a gradient" in one and "by up" in one for one in messages)
 
 
 @pytest.mark.parametrize("kind", VARIABLES)
 def test_values_assigned_to_variables(comm: Any, kind: str) -> None:
     """Statistics of a part differ among ranks, and those of the whole are correct."""
-    model = parallelize(made(mean, VARIABLES[kind]), comm, PLAN)
+    model = parallelize(build(mean, VARIABLES[kind]), comm, PLAN)
     if kind.startswith("a variable"):
-        said = warnings_of(lambda: [model(X) for _ in range(2)])
-        assert len(said) == (comm.rank == 0)
-        assert all("assigned" in one and "without a gradient" in one for one in said)
+        messages = warnings_of(lambda: [model(X) for _ in range(2)])
+        assert len(messages) == (comm.rank == 0)
+        assert all("assigned" in one and "without a gradient" in one for one in messages)
     else:
         with pytest.raises(UsageError, match=r"computed from this rank's shard alone.*test_tensor_kept\.py"):
             model(X)
-    model, plain = (made(whole, VARIABLES[kind]) for _ in range(2))
+    model, plain = (build(whole, VARIABLES[kind]) for _ in range(2))
     parallelize(model, comm, PLAN)
     assert not warnings_of(lambda: [model(X), plain(X)])
     for one, other in zip(model.non_trainable_variables, plain.non_trainable_variables, strict=True):
@@ -269,14 +269,14 @@ def test_a_cache_may_hold_a_part(comm: Any) -> None:
 
     doors = (lambda model, value: setattr(model, "key_cache", value), in_an_object)
     for door in doors:
-        model = made(part, door)
+        model = build(part, door)
         model.keys_cache = KeyCache()
         parallelize(model, comm, PLAN)
         assert not warnings_of(functools.partial(model, X))
 
 
 def test_storing_a_part_can_be_allowed(comm: Any) -> None:
-    model = parallelize(made(mean, DOORS["an attribute"][0]), comm, PLAN, divided_output=True)
+    model = parallelize(build(mean, DOORS["an attribute"][0]), comm, PLAN, divided_output=True)
     assert not warnings_of(lambda: model(X))
 
 
@@ -299,14 +299,14 @@ class Busy(keras.Model):  # type: ignore[misc]
         def again(value: Any, depth: int) -> Any:
             return value if depth == 0 else again(value + hidden, depth - 1)
 
-        found = self.norm(self.down(first + second + again(hidden, 2)), training=training)
-        self.add_loss(tf.reduce_mean(found**2))
-        return self.drop(found, training=training)
+        result = self.norm(self.down(first + second + again(hidden, 2)), training=training)
+        self.add_loss(tf.reduce_mean(result**2))
+        return self.drop(result, training=training)
 
 
 def test_internal_references_are_not_reported(comm: Any) -> None:
     model, words = Busy(), tf.constant([[1, 2, 0], [3, 4, 5]])
     model(words)
     parallelize(filled(model), comm, PLAN)
-    said = warnings_of(lambda: [model(words), model(words, training=True)])
-    assert not [one for one in said if "kept" in one], said
+    messages = warnings_of(lambda: [model(words), model(words, training=True)])
+    assert not [one for one in messages if "kept" in one], messages

@@ -38,7 +38,7 @@ class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
         return self.down(self.goes(self.up(ops.cast(x, "float64")), x if given is None else given))
 
 
-def made(comm: Any, goes: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+def build_model(comm: Any, goes: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
     """Return a plain model and its divided copy."""
     plain, model = Model(goes, **options), Model(goes, **options)
     for one in (plain, model):
@@ -107,7 +107,7 @@ TWO: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 def test_kinds_of_calls_are_distinguished(comm: Any, name: str) -> None:
     """Regression: the second call silently gave a wrong result."""
     goes, right, wrong = TWO[name]
-    plain, model = made(comm, goes)
+    plain, model = build_model(comm, goes)
     for _ in range(2):
         near(model(X, given=right), plain(X, given=right))
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
@@ -124,7 +124,7 @@ def test_classes_of_tensors() -> None:
 
 @pytest.mark.ranks(min=2)
 def test_dtypes_are_distinguished_without_autocast(comm: Any) -> None:
-    plain, model = made(comm, by(lambda given: given.dtype == "float32"), autocast=False)
+    plain, model = build_model(comm, by(lambda given: given.dtype == "float32"), autocast=False)
     near(model(tf.constant(X)), plain(tf.constant(X)))
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
         model(tf.constant(X, tf.float32))
@@ -140,7 +140,7 @@ def test_a_cyclic_argument(comm: Any) -> None:
     """Regression: it raised RecursionError."""
     root = Node()
     root.children.append(Node(root))
-    plain, model = made(comm, lambda h, given: ops.tanh(h))
+    plain, model = build_model(comm, lambda h, given: ops.tanh(h))
     near(model(X, given=root), plain(X, given=root))
 
 
@@ -148,7 +148,7 @@ def test_a_cyclic_argument(comm: Any) -> None:
 def test_objects_that_change_with_each_call_are_one_kind(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
     monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
-    _, model = made(comm, lambda h, given: ops.tanh(h))
+    _, model = build_model(comm, lambda h, given: ops.tanh(h))
     for step in range(10):
         model(X, given=UserDict(x=tf.ones((step + 1, 2)), step=step, texts=["a"] * step))
     assert len(looks) == 1

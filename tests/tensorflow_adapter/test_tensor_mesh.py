@@ -51,11 +51,11 @@ def data(batches: int = 4) -> tuple[Any, Any]:
 
 def whole_weights(model: Any) -> list[Any]:
     """Return all weights with whole shapes. Collective."""
-    found = []
+    results = []
     for weight in model.weights:
         shard = shard_of(weight)
-        found.append(weight.numpy() if shard is None else shard.whole(weight.numpy()))
-    return found
+        results.append(weight.numpy() if shard is None else shard.whole(weight.numpy()))
+    return results
 
 
 def fit(model: Any, x: Any, y: Any, rows: int = ROWS) -> list[float]:
@@ -140,8 +140,8 @@ def test_tapes_identify_ranks_by_marks(comm: Any, float64: None) -> None:
     expected = gradients(make(), tf.GradientTape(), x, y)
     own = [part.reshape(replicas, -1, WIDTH)[mesh.coordinate("dp")] for part in (x, y)]
     for _ in range(2):  # each step creates a tape
-        found = gradients(divided, DistributedGradientTape(tf.GradientTape()), *own)
-    for variable, got, wanted in zip(divided.trainable_variables, found, expected, strict=True):
+        result = gradients(divided, DistributedGradientTape(tf.GradientTape()), *own)
+    for variable, got, wanted in zip(divided.trainable_variables, result, expected, strict=True):
         shard = shard_of(variable)
         close(got.numpy(), wanted.numpy() if shard is None else shard.own(wanted.numpy()))
     mean = gradients(make(), DistributedGradientTape(tf.GradientTape()), x, y)  # averages whole weights over ranks
@@ -229,10 +229,10 @@ def test_float16_training(comm: Any, mixed_float16: None) -> None:
     losses, scale, steps = alone(comm, lambda: trained(make_with_words()))
     divided = parallelize(make_with_words(), comm, {**PLAN, "words": Vocabulary()})
     assert divided(x[:1]).dtype == "float16" and {weight.dtype for weight in divided.weights} == {"float32"}
-    found = trained(divided)
-    assert found[0] == pytest.approx(losses, rel=3e-3)  # float16 has 11 bits: three roundings
-    assert found[0][-1] < 0.98 * found[0][0]
-    assert set(comm.all_gather_object(found[1:])) == {(scale, steps)}
+    result = trained(divided)
+    assert result[0] == pytest.approx(losses, rel=3e-3)  # float16 has 11 bits: three roundings
+    assert result[0][-1] < 0.98 * result[0][0]
+    assert set(comm.all_gather_object(result[1:])) == {(scale, steps)}
 
 
 @pytest.mark.ranks(min=2)
@@ -341,7 +341,7 @@ def test_callbacks_of_replicas_may_write_one_file(comm: Any, tmp_path_factory: p
     folder = comm.broadcast_object(str(tmp_path_factory.mktemp("kept")))
     x, y = (np.random.default_rng(seed).normal(size=(8, 6)).astype(np.float32) for seed in (1, 2))
 
-    def made() -> Any:
+    def build() -> Any:
         keras.utils.set_random_seed(1)
         given = keras.Input((6,))
         hidden = keras.layers.Dense(8, "relu", name="up")(given)
@@ -350,14 +350,14 @@ def test_callbacks_of_replicas_may_write_one_file(comm: Any, tmp_path_factory: p
         model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), "mse")
         return model
 
-    model = made()
+    model = build()
     model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=keepers(folder))
     whole = gather_model(model)
     comm.barrier()
-    again = made()
+    again = build()
     again.load_weights(folder + "/kept2.weights.h5")
     for one, other in zip(gather_model(again).get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(UsageError, match="in several replicas of a sharded model"):
-        made().fit(x, y, verbose=0, callbacks=keepers(folder)[mesh["dp"].rank and 1 :])
+        build().fit(x, y, verbose=0, callbacks=keepers(folder)[mesh["dp"].rank and 1 :])
     assert comm.all_gather_object(1) == [1] * comm.size

@@ -183,9 +183,9 @@ def test_a_call_that_bypasses_the_model_is_reported(comm: Any) -> None:
             warnings.simplefilter("always")
             model.encode(tf.constant(X))
             model.encode(tf.constant(X))
-        said = [str(one.message) for one in caught if "not checked" in str(one.message)]
-        assert len(said) == (comm.rank == 0), said
-        assert not said or "of Own is not checked: up is called before the model itself" in said[0]
+        messages = [str(one.message) for one in caught if "not checked" in str(one.message)]
+        assert len(messages) == (comm.rank == 0), messages
+        assert not messages or "of Own is not checked: up is called before the model itself" in messages[0]
         for _ in range(2):
             if wrong:
                 with pytest.raises(UsageError, match="oftmax"):
@@ -203,9 +203,9 @@ def test_quantisation_of_a_divided_layer_is_refused(comm: Any) -> None:
 
 def test_a_configuration_describes_the_whole(comm: Any) -> None:
     model = model_on(comm)
-    for made in (keras.models.clone_model(model), type(model).from_config(model.get_config())):
-        assert [tuple(variable.shape) for variable in made.variables] == [(6, 8), (8,), (8, 6), (6,)]
-        assert type(made.layers[0]) is keras.layers.Dense
+    for built in (keras.models.clone_model(model), type(model).from_config(model.get_config())):
+        assert [tuple(variable.shape) for variable in built.variables] == [(6, 8), (8,), (8, 6), (6,)]
+        assert type(built.layers[0]) is keras.layers.Dense
     if comm.size > 1:
         with pytest.raises(UsageError, match="save gather_model"):
             copy.deepcopy(model)

@@ -119,9 +119,9 @@ class Alone(keras.Model):  # type: ignore[misc]
 @pytest.mark.ranks(min=2, max=2)
 def test_a_number_of_the_model_itself(comm: Any) -> None:
     def make() -> Any:
-        made = Alone()
-        made(values(2, TOKENS, WIDTH))
-        return filled(made)
+        built = Alone()
+        built(values(2, TOKENS, WIDTH))
+        return filled(built)
 
     own = same(make, {"up": Column(), "down": Row(), "heads": PerRank()}, comm, values(2, TOKENS, WIDTH))
     assert own.heads == HEADS // 2

@@ -125,7 +125,7 @@ def test_pairs(comm: Any, axes: str) -> None:
         # Sums are in another order: some ulps, which the first steps of Adam amplify.
         mean = sum(dp.all_gather_object(history["loss"][0])) / dp.size
         assert mean == pytest.approx(loss_alone, rel=1e-11)
-    found = model.gather_weights() if staged else gather_weights(model)
-    for got, expected in zip(found, weights, strict=True):
+    result = model.gather_weights() if staged else gather_weights(model)
+    for got, expected in zip(result, weights, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-10)  # Adam divides by small roots
     mesh.close()

@@ -178,8 +178,8 @@ class OneHead(keras.layers.Layer):  # type: ignore[misc]
             k = keras.ops.tile(k, (1, 1, count, 1))
         else:
             k = keras.ops.broadcast_to(k, (*k.shape[:2], count, 3))
-        found = keras.ops.einsum("bhqk,bkhd->bqhd", keras.ops.softmax(keras.ops.einsum("bqhd,bkhd->bhqk", q, k)), k)
-        return keras.ops.reshape(found, (*keras.ops.shape(found)[:2], -1))
+        result = keras.ops.einsum("bhqk,bkhd->bqhd", keras.ops.softmax(keras.ops.einsum("bqhd,bkhd->bhqk", q, k)), k)
+        return keras.ops.reshape(result, (*keras.ops.shape(result)[:2], -1))
 
     def compute_output_shape(self, q_shape: Any, k_shape: Any) -> Any:
         return q_shape

@@ -145,9 +145,9 @@ class TestPlans:
         ],
     )
     def test_auto(self, tp, options):
-        model, plain, said = language_model(**options), language_model(**options), list[str]()
-        divided = parallelize(model, tp, "auto", verify=words(), report=said.append)
-        assert len(said) == (tp.rank == 0)
+        model, plain, text = language_model(**options), language_model(**options), list[str]()
+        divided = parallelize(model, tp, "auto", verify=words(), report=text.append)
+        assert len(text) == (tp.rank == 0)
         fused = "way" in options
         for first in ["abc"] if fused else ["a", "b", "c"]:
             assert divided_style(divided, f"m0_g/{first}") == Column(3 if fused else 1, HEADS)
@@ -158,14 +158,14 @@ class TestPlans:
 
     def test_auto_leaves_out_indivisible_layers(self, tp):
         """The rules ignore a constraint, but it would see only a part."""
-        said: list[str] = []
+        reports: list[str] = []
         x = y = keras.Input([WIDTH])
         for name, constraint in (("kept", keras.constraints.UnitNorm(axis=1)), ("m", None)):
             y = keras.layers.Dense(12, "relu", kernel_constraint=constraint, name=f"{name}_h")(y)
             y = keras.layers.Dense(WIDTH, name=f"{name}_i")(y)
-        divided = parallelize(keras.Model(x, y), tp, "auto", report=said.append)
+        divided = parallelize(keras.Model(x, y), tp, "auto", report=reports.append)
         assert [layer.name for layer in divided.layers if hasattr(layer, "style")] == ["m_h", "m_i"]
-        assert tp.rank or "kept_h cannot be sharded as Column()" in " ".join(said[0].split())
+        assert tp.rank or "kept_h cannot be sharded as Column()" in " ".join(reports[0].split())
 
     @pytest.mark.long
     def test_auto_of_a_subclassed_model(self, tp):
@@ -196,7 +196,7 @@ class TestPlans:
             same_training(tp, plain, divided, rows(), rows())
 
     @pytest.mark.parametrize(
-        ("left_out", "said"),
+        ("left_out", "text"),
         [
             ("m_g/d", r"m_g/d \(Dense\).*takes all features"),
             ("m_g/a", r"sharded values combine only with values sharded the same way"),
@@ -204,12 +204,12 @@ class TestPlans:
             ("m_h", r"m_i \(Dense\).*a Row takes an input that a Column has sharded.*split=True"),
         ],
     )
-    def test_what_is_left_out(self, tp, left_out, said):
+    def test_what_is_left_out(self, tp, left_out, text):
         """A functional model needs no example."""
         plan = {name: style for name, style in OF_BLOCK.items() if name != left_out}
         model = one_block()
         for options in ({}, {"example": rows()}):
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UsageError, match=text):
                 parallelize(model, tp, plan, **options)
         assert not any(hasattr(layer, "style") for layer in model.layers)
 
@@ -221,19 +221,19 @@ class TestPlans:
             model(rows()) if call == "call" else model.fit(rows(), rows(), verbose=0)
 
     def test_invalid_plans(self, tp):
-        for way, said in (("chunk", r"Split in m_g.*Column\(parts=3\)"), ("parts", "fused features|parts")):
-            with pytest.raises(UsageError, match=said):
+        for way, text in (("chunk", r"Split in m_g.*Column\(parts=3\)"), ("parts", "fused features|parts")):
+            with pytest.raises(UsageError, match=text):
                 parallelize(one_block(way=way), tp, {"m_g/abc": Column(units=HEADS), "m_g/d": Row(units=HEADS)})
         between = {
             "needs a full dimension": layers.LayerNormalization(),
             "different random numbers on each rank": layers.Dropout(0.1),
             r"values for each feature are sharded like the features.*give it Sequence\(1\)": layers.PReLU(),
         }
-        for said, layer in between.items():
+        for text, layer in between.items():
             model = keras.Sequential(
                 [keras.Input((8,)), layers.Dense(12, name="up"), layer, layers.Dense(8, name="dn")]
             )
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UsageError, match=text):
                 parallelize(model, tp, {"*up": Column(), "*dn": Row()})
 
     def test_an_output_may_stay_divided_if_declared(self, tp):
@@ -312,10 +312,10 @@ class TestVerify:
             weight.assign(changed)
         with pytest.raises(UsageError) as caught:
             verify(divided, plain, tp, rows())
-        said = str(caught.value)
-        assert f"verify: {name} (" in said, said
+        text = str(caught.value)
+        assert f"verify: {name} (" in text, text
         ranks = "on ranks" if name == "m_i" else "on rank 1 of"
-        assert ranks in said, said
+        assert ranks in text, text
         verify(divided, plain, tp, rows(), tolerance=1.0)
 
     def test_a_wrong_gradient_is_named(self, tp):
@@ -399,10 +399,10 @@ def test_first_calls_are_checked_once(tp):
 class TestAllOrNothing:
     """Regression: a plan that failed at one of its layers left earlier layers divided."""
 
-    def refused(self, comm, model, plan, said, **options):
+    def refused(self, comm, model, plan, text, **options):
         """The model stays unchanged, also if ranks have different values or only one rank detects an error."""
         kinds, before = [type(layer) for layer in model.layers], model.get_weights()
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=text):
             parallelize(model, comm, plan, **options)
         assert [type(layer) for layer in model.layers] == kinds
         assert not any(hasattr(layer, "style") for layer in model.layers)
@@ -424,9 +424,9 @@ class TestAllOrNothing:
             "would see only a shard": (layers.LayerNormalization(name="b"), Sequence(-1)),
             "depends on several positions": (layers.Reshape((3, 2), name="b"), Sequence()),
         }
-        for said, case in wrong.items():
+        for text, case in wrong.items():
             if case is not None:
-                self.refused(comm, model(case[0]), {"a": Column(), "b": case[1]}, said)
+                self.refused(comm, model(case[0]), {"a": Column(), "b": case[1]}, text)
 
         class Tied(layers.Dense):  # type: ignore[misc]
             def build(self, shape: Any) -> None:

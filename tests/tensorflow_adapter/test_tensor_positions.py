@@ -43,7 +43,7 @@ class Applied(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return self.function(x)
 
 
-def made(function: Any, tokens: int) -> Any:
+def build(function: Any, tokens: int) -> Any:
     given = keras.Input((tokens, 8))
     x = Applied(function)(given)
     return filled(keras.Model(given, L.Dense(8, name="down")(L.Dense(12, name="up")(x))))
@@ -53,7 +53,7 @@ def made(function: Any, tokens: int) -> Any:
 @pytest.mark.parametrize("name", WRONG)
 def test_layers_that_use_other_positions_are_refused(comm: Any, name: str) -> None:
     with pytest.raises(UsageError, match=r"own .*would see only a part of"):
-        parallelize(made(WRONG[name], 2), comm, PLAN)
+        parallelize(build(WRONG[name], 2), comm, PLAN)
 
 
 @pytest.mark.ranks(min=2, max=2)
@@ -90,8 +90,8 @@ def test_layers_of_keras_are_tried_too(comm: Any) -> None:
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_layers_on_single_positions_pass(comm: Any, name: str) -> None:
-    model, x = parallelize(made(RIGHT[name], 2), comm, PLAN), values(3, 2 * comm.size, 8)
-    own, whole = model(tf.split(x, comm.size, 1)[comm.rank]), made(RIGHT[name], 2 * comm.size)(x)
+    model, x = parallelize(build(RIGHT[name], 2), comm, PLAN), values(3, 2 * comm.size, 8)
+    own, whole = model(tf.split(x, comm.size, 1)[comm.rank]), build(RIGHT[name], 2 * comm.size)(x)
     near(own, tf.split(whole, comm.size, 1)[comm.rank], 1e-10)
 
 
@@ -157,8 +157,8 @@ def test_a_layer_that_draws_in_training_is_warned_of(comm: Any) -> None:
     """It is valid in evaluation, which proves nothing about training."""
     own = InTraining(lambda x: x + keras.random.normal(ops.shape(x), dtype=x.dtype) - ops.mean(x, 1, keepdims=True))
     model = parallelize(subclassed(own, 2 * comm.size), comm, PLAN)
-    _, said = called(comm, model, 2 * comm.size, training=True)
-    assert len([one for one in said if "draws random numbers whenever" in one]) == (comm.rank == 0), said
+    _, text = called(comm, model, 2 * comm.size, training=True)
+    assert len([one for one in text if "draws random numbers whenever" in one]) == (comm.rank == 0), text
 
 
 def windows(x: Any) -> Any:
@@ -171,8 +171,8 @@ def test_windows(comm: Any) -> None:
     """Regression: they were correct for the first length, and silently wrong for another."""
     tokens = 4 * comm.size
     model = parallelize(subclassed(Applied(windows), tokens), comm, PLAN)
-    got, said = called(comm, model, tokens)
-    assert len([one for one in said if "parts of other lengths" in one]) == (comm.rank == 0), said
+    got, text = called(comm, model, tokens)
+    assert len([one for one in text if "parts of other lengths" in one]) == (comm.rank == 0), text
     near(got, tf.split(subclassed(Applied(windows), tokens)(values(3, tokens, 8)), comm.size, 1)[comm.rank], 1e-10)
 
 
@@ -192,8 +192,8 @@ def test_a_layer_with_a_tensorflow_variable(comm: Any) -> None:
     model, plain = (subclassed(Counting(), 2 * comm.size) for _ in range(2))
     divided = parallelize(model, comm, PLAN)
     before = int(model.own.calls)
-    got, said = called(comm, divided, 2 * comm.size)
-    assert int(model.own.calls) == before + 1 and not said
+    got, text = called(comm, divided, 2 * comm.size)
+    assert int(model.own.calls) == before + 1 and not text
     near(got, tf.split(plain(values(3, 2 * comm.size, 8)), comm.size, 1)[comm.rank], 1e-10)
 
 
@@ -204,9 +204,9 @@ def test_layers_with_their_own_moves_pass(comm: Any) -> None:
     own = lambda x: x - hvd.allreduce(ops.mean(x, 1, keepdims=True), op=hvd.Average, name="mean")  # noqa: E731
     plain = subclassed(Applied(lambda x: x - ops.mean(x, 1, keepdims=True)), tokens)
     model = subclassed(Applied(own), tokens)
-    got, said = called(comm, parallelize(model, comm, PLAN), tokens)
+    got, text = called(comm, parallelize(model, comm, PLAN), tokens)
     near(got, tf.split(plain(values(3, tokens, 8)), comm.size, 1)[comm.rank], 1e-10)
-    assert not said
+    assert not text
 
 
 @pytest.mark.ranks(min=2)

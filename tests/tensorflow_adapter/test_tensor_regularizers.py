@@ -86,12 +86,12 @@ def test_activity_regularizers(comm: Any) -> None:
     whole, own = pair(activity_regularizer="l2"), pair(activity_regularizer="l2")
     parallelize(own, comm, PLAN)
     x = tf.constant(values(3, 4))
-    found = []
+    results = []
     for model in (whole, own):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(x)) + model.losses[0]
-        found.append(tape.gradient(loss, model.get_layer("up").kernel))
-    near(comm.all_reduce(tf.norm(found[1]).numpy() ** 2), tf.norm(found[0]) ** 2)
+        results.append(tape.gradient(loss, model.get_layer("up").kernel))
+    near(comm.all_reduce(tf.norm(results[1]).numpy() ** 2), tf.norm(results[0]) ** 2)
     with pytest.raises(UsageError, match="its activity regularizer norm would see only this rank's shard"):
         parallelize(pair(activity_regularizer=norm), comm, PLAN)
     parallelize(pair(activity_regularizer=norm), comm, {"up": Column(gather=True)})

@@ -35,10 +35,10 @@ def test_operations_are_traced(run):
             return run(x)
 
     x = np.random.default_rng(4).random((6, 4))
-    found, error = try_trace(Runs(), {}, x)
+    graph, error = try_trace(Runs(), {}, x)
     assert error is None
-    assert found.shapes[found.outputs[0]] == tuple(run(tf.constant(x)).shape)
-    assert all(step.kind not in ("unseen", "unknown") for step in found.steps)
+    assert graph.shapes[graph.outputs[0]] == tuple(run(tf.constant(x)).shape)
+    assert all(step.kind not in ("unseen", "unknown") for step in graph.steps)
 
 
 def operations():
@@ -80,10 +80,10 @@ def test_equations_match_the_operations(name):
     keras.config.set_floatx("float64")
     try:
         inputs = [np.random.default_rng(at).random(shape) for at, shape in enumerate(shapes)]
-        found, error = try_trace(Runs(dtype="float64"), {}, inputs)
+        graph, error = try_trace(Runs(dtype="float64"), {}, inputs)
     finally:
         keras.config.set_floatx("float32")
     assert error is None
-    (equation,) = (step.equation for step in found.steps if step.equation is not None)
+    (equation,) = (step.equation for step in graph.steps if step.equation is not None)
     assert equation is not None
     assert holds(equation, lambda *arrays: run(*map(tf.constant, arrays)).numpy(), *inputs)

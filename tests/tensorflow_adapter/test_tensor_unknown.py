@@ -91,7 +91,7 @@ class Asking(Mlp):
         return self.down(self.up(x)) if float(ops.max(x)) < 1e9 else x
 
 
-def made(function: Any) -> Any:
+def build(function: Any) -> Any:
     model = Mlp(function)
     model(rows())
     return filled(model)
@@ -131,7 +131,7 @@ class TestWrong:
     @pytest.mark.parametrize("name", some(WRONG))
     def test_own_plans_are_refused(self, comm: Any, name: str) -> None:
         """With example= it is refused before anything is divided, otherwise at the first call, which may be traced."""
-        model = made(WRONG[name])
+        model = build(WRONG[name])
         with pytest.raises(UsageError, match=LINE):
             parallelize(model, comm, PLAN, example=rows())
         assert not hasattr(model.up, "style")
@@ -148,35 +148,35 @@ class TestWrong:
 
     def test_undecidable_operations_are_warned_of(self, comm: Any) -> None:
         """A host function may communicate: a warning gives its place."""
-        model = made(lambda h: tf.ensure_shape(tf.numpy_function(lambda a: a / abs(a).sum(), [h], h.dtype), h.shape))
-        with warnings.catch_warnings(record=True) as said:
+        model = build(lambda h: tf.ensure_shape(tf.numpy_function(lambda a: a / abs(a).sum(), [h], h.dtype), h.shape))
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, comm, PLAN, example=rows())
-        told = [str(one.message) for one in said if "the rules do not know" in str(one.message)]
-        assert len(told) == (comm.rank == 0)
-        assert all("PyFunc" in text and "test_tensor_unknown.py:" in text for text in told)
+        messages = [str(one.message) for one in caught if "the rules do not know" in str(one.message)]
+        assert len(messages) == (comm.rank == 0)
+        assert all("PyFunc" in text and "test_tensor_unknown.py:" in text for text in messages)
 
     @pytest.mark.parametrize("name", some(DECIDED))
     def test_a_condition_on_a_part(self, comm: Any, name: str) -> None:
         """Regression: a condition that agreed on the first batch was accepted, and later ones differed among ranks."""
-        model, plain = made(DECIDED[name]), made(DECIDED[name])
-        with warnings.catch_warnings(record=True) as said:
+        model, plain = build(DECIDED[name]), build(DECIDED[name])
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, comm, PLAN, example=rows() if name in GRAPHS else None)
             near(model(rows()), plain(rows()))
-        told = [str(one.message) for one in said if "Python numbers are read from a tensor" in str(one.message)]
-        assert len(told) == (comm.rank == 0)
-        assert all("test_tensor_unknown.py:" in text for text in told)
+        messages = [str(one.message) for one in caught if "Python numbers are read from a tensor" in str(one.message)]
+        assert len(messages) == (comm.rank == 0)
+        assert all("test_tensor_unknown.py:" in text for text in messages)
 
     def test_iteration_over_elements_is_warned_of(self, comm: Any) -> None:
         """Regression: a model without a graph was silently checked only up to that point."""
         model = Asking(None)
         model(rows())
         parallelize(filled(model), comm, PLAN)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            near(model(rows()), made(lambda h: h)(rows()))
-        assert sum("cannot be traced" in str(one.message) for one in said) == (comm.rank == 0)
+            near(model(rows()), build(lambda h: h)(rows()))
+        assert sum("cannot be traced" in str(one.message) for one in caught) == (comm.rank == 0)
 
     def test_divided_layers_in_a_loop(self, comm: Any) -> None:
         class Looped(Mlp):
@@ -185,10 +185,10 @@ class TestWrong:
 
         model = Looped(None)
         model(rows())
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, comm, PLAN, example=rows())
-        assert sum("up, down run in a loop" in str(one.message) for one in said) == (comm.rank == 0)
+        assert sum("up, down run in a loop" in str(one.message) for one in caught) == (comm.rank == 0)
 
 
 @pytest.mark.ranks(max=3)
@@ -196,12 +196,12 @@ class TestRight:
     @pytest.mark.parametrize("way", ["example", pytest.param("first call", marks=pytest.mark.long)])
     @pytest.mark.parametrize("name", some(RIGHT))
     def test_valid_operations_pass_without_a_warning(self, comm: Any, name: str, way: str) -> None:
-        model, plain = made(RIGHT[name]), made(RIGHT[name])
-        with warnings.catch_warnings(record=True) as said:
+        model, plain = build(RIGHT[name]), build(RIGHT[name])
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, comm, PLAN, example=None if way == "first call" else rows())
             near(model(rows()), plain(rows()))
-        assert not [str(one.message) for one in said if "plan" in str(one.message)]
+        assert not [str(one.message) for one in caught if "plan" in str(one.message)]
 
 
 WRITTEN: dict[str, Any] = {

@@ -135,9 +135,9 @@ def test_precision(comm: Any, dtype: str) -> None:
     """It is computed at least in float32, and not in the codec of an axis."""
     logits, target = tf.cast(values(6, VOCABULARY), dtype), words(VOCABULARY, 6)
     expected = tf.reduce_mean(oracle(tf.cast(logits, tf.float64), tf.constant(target), -100, 0))
-    found = vocabulary_cross_entropy(scatter(logits, comm, -1), target, ParallelAxis(comm, "int8"))
-    assert found.dtype == tf.float32
-    near(found, expected, 1e-6)
+    result = vocabulary_cross_entropy(scatter(logits, comm, -1), target, ParallelAxis(comm, "int8"))
+    assert result.dtype == tf.float32
+    near(result, expected, 1e-6)
 
 
 @pytest.mark.ranks(min=2)
@@ -161,9 +161,9 @@ def test_equal_divided_logits_are_accepted(comm: Any) -> None:
     target = words(3 * comm.size, 4)
     for own, total in ((np.zeros((4, 3)), None), (np.full((4, 3), np.nan), None), (values(4, 3), 3 * comm.size)):
         whole = tf.constant(np.tile(own, (1, comm.size)))
-        found = vocabulary_cross_entropy(tf.constant(own), target, comm, vocabulary=total)
+        result = vocabulary_cross_entropy(tf.constant(own), target, comm, vocabulary=total)
         expected = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(target, whole, from_logits=True))
-        np.testing.assert_allclose(found, expected, 1e-10)
+        np.testing.assert_allclose(result, expected, 1e-10)
 
 
 @pytest.mark.ranks(min=2)

@@ -53,15 +53,15 @@ class Turned(keras.Model):  # type: ignore[misc]
 
 
 def spectrum(model: Any, h: Any) -> Any:
-    found = tf.math.real(tf.signal.fft(tf.cast(h, tf.complex64 if h.dtype.size < 8 else tf.complex128)))
-    return h + model.gate * tf.cast(found, h.dtype)
+    result = tf.math.real(tf.signal.fft(tf.cast(h, tf.complex64 if h.dtype.size < 8 else tf.complex128)))
+    return h + model.gate * tf.cast(result, h.dtype)
 
 
 def relu(_: Any, h: Any) -> Any:
     return keras.ops.relu(h)
 
 
-def made(between: Any, *given: Any, lora: bool = False) -> Any:
+def build(between: Any, *given: Any, lora: bool = False) -> Any:
     """Return a model whose first layers have weights, and all others zeros."""
     keras.utils.set_random_seed(1)
     model = Gated(between, *given)
@@ -94,7 +94,7 @@ def state(model: Any) -> list[Any]:
 )
 @pytest.mark.ranks(min=2)
 def test_errors_hidden_by_zeros_are_refused(comm: Any, shape: tuple[int, ...], learns: bool, looked_at: str) -> None:
-    model = made(spectrum, shape)
+    model = build(spectrum, shape)
     model.trainable = learns
     before = state(model)
     with pytest.raises(UsageError, match="differs"):
@@ -109,25 +109,25 @@ def test_errors_hidden_by_zeros_are_refused(comm: Any, shape: tuple[int, ...], l
 @pytest.mark.ranks(min=2)
 def test_errors_hidden_by_zeros_of_any_dtype_are_refused(comm: Any, dtype: str) -> None:
     with pytest.raises(UsageError, match="differs"):
-        tried(comm, made(spectrum, (), dtype), "example")
-    tried(comm, made(relu, (), dtype), "example")
+        tried(comm, build(spectrum, (), dtype), "example")
+    tried(comm, build(relu, (), dtype), "example")
 
 
 @pytest.mark.ranks(min=2)
 def test_auto_leaves_pairs_behind_zeros_whole(comm: Any) -> None:
     with pytest.raises(UsageError, match="finds no layer"):
-        tried(comm, made(spectrum), "example", "auto")
+        tried(comm, build(spectrum), "example", "auto")
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("looked_at", LOOKED_AT)
 def test_valid_models_may_have_zeros(comm: Any, looked_at: str, lora: bool) -> None:
     """Each weight keeps its value, and the model trains like the plain one."""
-    plain, model = (made(relu, lora=lora) for _ in range(2))
-    with warnings.catch_warnings(record=True) as said:
+    plain, model = (build(relu, lora=lora) for _ in range(2))
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tried(comm, model, looked_at)
-    assert not [str(one.message) for one in said if "plan" in str(one.message)]
+    assert not [str(one.message) for one in caught if "plan" in str(one.message)]
     for got, expected in zip(gather_weights(model), plain.get_weights(), strict=True):
         assert np.array_equal(got, expected)
     losses = []
@@ -140,11 +140,11 @@ def test_valid_models_may_have_zeros(comm: Any, looked_at: str, lora: bool) -> N
 @pytest.mark.ranks(min=2)
 def test_lora_of_a_divided_layer(comm: Any) -> None:
     """Its second factor is a part."""
-    model = parallelize(made(spectrum), comm, PLAN)
+    model = parallelize(build(spectrum), comm, PLAN)
     model.up.enable_lora(2)
     with pytest.raises(UsageError, match="differs"):
         model(X)
-    plain, model = made(relu, lora=True), parallelize(made(relu), comm, PLAN)
+    plain, model = build(relu, lora=True), parallelize(build(relu), comm, PLAN)
     model.up.enable_lora(2)
     model.down.enable_lora(2)
     near(model(X), plain(X))
@@ -154,14 +154,14 @@ def test_lora_of_a_divided_layer(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 def test_user_gradients_use_the_zeros(comm: Any) -> None:
     """The first call may be differentiated or trained: the temporary values must not affect it."""
-    plain, model = made(relu), parallelize(made(relu), comm, PLAN)
-    found: list[Any] = []
+    plain, model = build(relu), parallelize(build(relu), comm, PLAN)
+    results: list[Any] = []
     for one in (plain, model):
         with tf.GradientTape() as tape:
             before = tf.reduce_sum(one.gate + one.after)
             loss = tf.reduce_sum(one(X, training=True) ** 2) + before
-        found.append([loss, *tape.gradient(loss, [one.after, one.gate.value])])
-    for got, expected in zip(*found, strict=True):
+        results.append([loss, *tape.gradient(loss, [one.after, one.gate.value])])
+    for got, expected in zip(*results, strict=True):
         near(got, expected, 1e-10)
 
 

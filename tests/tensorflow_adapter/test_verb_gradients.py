@@ -52,8 +52,8 @@ FORMS = [eagerly, tapes_inside, tapes_outside, unknown_shapes]
 
 
 def differentiate(case: Case, comm: Any, form: Any, x: Array, weights: Array) -> tuple[Any, ...]:
-    found = form(lambda x: case.call(ct, x, comm, zeros), tf.constant(x), tf.constant(weights))
-    return tuple(one.numpy() for one in found)
+    result = form(lambda x: case.call(ct, x, comm, zeros), tf.constant(x), tf.constant(weights))
+    return tuple(one.numpy() for one in result)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

@@ -33,8 +33,8 @@ def compresses(comm: Any, place: Place, compression: Any, near: float = 0.0) -> 
 
     with place.host():
         expected, state = run("cpu", torch.Tensor.clone)
-    found, remembered = run(place.device, place.put)
-    for got, same in zip(found, expected, strict=True):
+    result, remembered = run(place.device, place.put)
+    for got, same in zip(result, expected, strict=True):
         torch.testing.assert_close(got, same, rtol=near, atol=near)
     for name, known in (state["parameters"] if state else {}).items():
         for what, value in known.items():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import commlib_torch as ct
 from commlib.context_parallel import SequenceLayout
 from commlib_torch.tensor.context import attention
-from tests.torch_adapter.expert_oracle import WIDTH, layer, made, near, step, tokens
+from tests.torch_adapter.expert_oracle import WIDTH, layer, build_layer, near, step, tokens
 from tests.torch_adapter.place import Place
 
 Put = Callable[[Tensor], Tensor]
@@ -23,9 +23,9 @@ def _both(place: Place, run: Callable[[str, Put], dict[str, Tensor]], tolerance:
     """Compare what `run` returns on the host and on the device."""
     with place.host():
         expected = run("cpu", torch.Tensor.clone)
-    found = run(place.device, place.put)
-    assert found.keys() == expected.keys()
-    for name, got in found.items():
+    result = run(place.device, place.put)
+    assert result.keys() == expected.keys()
+    for name, got in result.items():
         assert got.device.type == place.device
         near(got.detach().cpu(), expected[name].detach(), name, tolerance)
 
@@ -86,7 +86,7 @@ def _experts(comm: Any, place: Place, chunks: int) -> None:
 
     def run(device: str, put: Put) -> dict[str, Tensor]:
         options = ct.Experts(4, top_k=2, hidden=10, capacity_factor=1.25, chunks=chunks)
-        model: Any = made(layer(options), ranks).to(device)
+        model: Any = build_layer(layer(options), ranks).to(device)
         y, loss, of_x = step(model, put(tokens(comm)[comm.rank]))
         assert y.shape[-1] == WIDTH
         places.append(set(model.mixture.exchange.places))
@@ -122,9 +122,9 @@ def stages(comm: Any, place: Place) -> None:
         pipe = ct.pipeline(model, comm, schedule="1f1b", microbatches=4, loss=F.mse_loss)
         x, y = put(torch.arange(48.0).view(8, 6).double().cos()), put(torch.ones(8, 6).double())
         loss = pipe.step(x, y)
-        found = {"loss": loss.to(device), **_gradients(pipe)}
+        result = {"loss": loss.to(device), **_gradients(pipe)}
         pipe.close()
-        return found
+        return result
 
     _both(place, run)
 
@@ -143,15 +143,15 @@ def _sequences(comm: Any, place: Place, method: Any) -> None:
     lengths = SequenceLayout(4 * comm.size + 3, comm.size, "balanced").counts
 
     def run(device: str, put: Put) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         for turn in range(3):  # each message reuses the slot of an earlier one
             torch.manual_seed(10 * comm.rank + turn)
             q, k, v = (put(torch.randn(2, heads, lengths[comm.rank], 6)).requires_grad_() for heads in (4, 2, 2))
             out = attention(q, k, v, comm, causal=True, method=method)
             out.square().sum().backward()
             assert q.grad is not None and k.grad is not None and v.grad is not None
-            found |= {f"{turn}": out, f"{turn} of q": q.grad, f"{turn} of k": k.grad, f"{turn} of v": v.grad}
-        return found
+            results |= {f"{turn}": out, f"{turn} of q": q.grad, f"{turn} of k": k.grad, f"{turn} of v": v.grad}
+        return results
 
     _both(place, run)
 

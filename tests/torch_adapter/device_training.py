@@ -106,10 +106,10 @@ def trains_exactly(comm: Any, place: Place, how: str, *, overlap: bool, set_to_n
             buckets = {bucket.device for bucket in reducer.buckets}
             assert buckets == {place.name}
             slots = {reducer.engine.slot(number).address for number in range(len(reducer.gradients))}
-            found = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
-            assert len(found) == 8
-            assert step == 0 or set(found) <= slots  # buckets are rebuilt in the order observed in the first step
-            addresses.append(found)
+            results = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+            assert len(results) == 8
+            assert step == 0 or set(results) <= slots  # buckets are rebuilt in the order observed in the first step
+            addresses.append(results)
         optimizer.step()
     assert_same(model, expected)
     if comm.size > 1:

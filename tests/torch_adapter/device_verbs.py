@@ -185,14 +185,14 @@ def moves(comm: Any, place: Place) -> None:
     parts = [values.of(rank, torch.float64, rows=2 * comm.size) for rank in range(comm.size)]
 
     def run(put: Any) -> list[Tensor]:
-        found = []
+        results = []
         for move in (ct.tensor.copy, ct.tensor.reduce, ct.tensor.scatter, ct.tensor.gather, ct.tensor.reduce_scatter):
             x = put(parts[comm.rank]).requires_grad_()
             y = move(x, comm)
             y.square().sum().backward()
             assert x.grad is not None
-            found += [y.detach(), x.grad]
-        return found
+            results += [y.detach(), x.grad]
+        return results
 
     with place.host():
         expected = run(torch.Tensor.clone)

@@ -65,9 +65,9 @@ def assert_equal(got: Tensor | None, expected: Tensor | None, what: str = "", to
     )
 
 
-def assert_same_gradients(found: Pair, tolerance: float = TOLERANCE) -> None:
+def assert_same_gradients(models: Pair, tolerance: float = TOLERANCE) -> None:
     """Compare the gradients of all weights: shards with the matching parts of the plain ones."""
-    for (name, plain), divided in zip(found.plain.named_parameters(), found.divided.parameters(), strict=True):
+    for (name, plain), divided in zip(models.plain.named_parameters(), models.divided.parameters(), strict=True):
         expected, held = plain.grad, shard_of(divided)
         if held is not None and expected is not None:
             expected = torch.from_numpy(held.own(expected.numpy()))
@@ -76,7 +76,7 @@ def assert_same_gradients(found: Pair, tolerance: float = TOLERANCE) -> None:
 
 def check(
     axis: Communicator,
-    found: Pair,
+    models: Pair,
     *inputs: Tensor,
     shards: int | None = None,
     part: Callable[[Tensor], Tensor] = lambda whole: whole,
@@ -88,14 +88,14 @@ def check(
     """
     whole = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     own = [shard(x, axis, shards).detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    expected, got = found.plain(*whole, **options), found.divided(*own, **options)
+    expected, got = models.plain(*whole, **options), models.divided(*own, **options)
     factors = random(*expected.shape, seed=9)
     assert_equal(got, part(expected), "output")
-    for model in found:
+    for model in models:
         model.zero_grad()
     (expected * factors).sum().backward()
     (got * part(factors)).sum().backward()
     for index, (one, other) in enumerate(zip(own, whole, strict=True)):
         if other.grad is not None:
             assert_equal(one.grad, shard(other.grad, axis, shards), f"input {index}")
-    assert_same_gradients(found)
+    assert_same_gradients(models)

@@ -19,9 +19,9 @@ TOLERANCE = 2e-5
 
 def single(comm: Communicator) -> Communicator:
     """Return the communicator of this rank alone. Collective."""
-    found = comm.split(comm.rank, name="alone")
-    assert found is not None
-    return found
+    group = comm.split(comm.rank, name="alone")
+    assert group is not None
+    return group
 
 
 def tokens(comm: Communicator, *, rows: Sequence[int] | None = None, length: int = 5, seed: int = 0) -> list[Tensor]:
@@ -31,7 +31,7 @@ def tokens(comm: Communicator, *, rows: Sequence[int] | None = None, length: int
     return [torch.randn(count, length, WIDTH, generator=generator, dtype=torch.float64) for count in counts]
 
 
-def made(make: Callable[[Any], nn.Module], ranks: Any) -> nn.Module:
+def build_layer(make: Callable[[Any], nn.Module], ranks: Any) -> nn.Module:
     torch.manual_seed(1)
     return make(ranks).double()
 

@@ -122,8 +122,8 @@ def test_manually_assigned_gradients_are_reduced(comm: Any) -> None:
 
         def by_hand(own: nn.Module, data: Any, scale: int = 1, each: Any = None) -> None:
             each.zero_grad()
-            found = torch.autograd.grad(scale * loss_of(own, data), list(each.param_groups[0]["params"]))
-            for parameter, gradient in zip(each.param_groups[0]["params"], found, strict=True):
+            result = torch.autograd.grad(scale * loss_of(own, data), list(each.param_groups[0]["params"]))
+            for parameter, gradient in zip(each.param_groups[0]["params"], result, strict=True):
                 parameter.grad = gradient
 
         for step in range(3):
@@ -306,11 +306,11 @@ class Kinds(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
-        def made(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+        def build(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.complex128).to(dtype))
 
-        self.complex128, self.complex64 = made(3, 4, dtype=torch.complex128), made(5, dtype=torch.complex64)
-        self.number, self.nothing = made(dtype=torch.complex64), nn.Parameter(torch.empty(0, 3))
+        self.complex128, self.complex64 = build(3, 4, dtype=torch.complex128), build(5, dtype=torch.complex64)
+        self.number, self.nothing = build(dtype=torch.complex64), nn.Parameter(torch.empty(0, 3))
         self.doubles, self.halves = nn.Parameter(torch.ones(6).double()), nn.Parameter(torch.ones(4).half())
 
     def forward(self, x: float) -> Tensor:
@@ -352,18 +352,18 @@ def test_a_dtype_changed_after_wrapping_is_refused(comm: Any, wrapper: str, comp
     network = model(dtype=torch.float32)
     called: Any = network
     if wrapper == "optimizer":
-        made: Any = DistributedOptimizer(
+        wrapped: Any = DistributedOptimizer(
             torch.optim.SGD(network.parameters(), lr=0.1), network.named_parameters(), compression=compression
         )
     else:
-        made = called = DataParallel(network, compression=compression)
+        wrapped = called = DataParallel(network, compression=compression)
     called.double()
     with pytest.raises(UsageError, match=r"4\.bias is torch.float64 .* was torch.float32 .* before you wrap the model"):
         loss_of(called, mine(comm, batch(comm))).backward()
     called.float()
     network.zero_grad()
     if wrapper == "optimizer":
-        made.zero_grad()
+        wrapped.zero_grad()
     loss_of(called, mine(comm, batch(comm, dtype=torch.float32))).backward()
     alone = model(dtype=torch.float32)
     loss_of(alone, batch(comm, dtype=torch.float32)).backward()

@@ -119,9 +119,9 @@ def test_compiled_autograd_is_refused_by_name(comm: Any, wrapper: str) -> None:
     network: Any = model()
     called: Any = network
     if wrapper == "optimizer":
-        made: Any = ct.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+        wrapped: Any = ct.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     else:
-        made = called = ct.DataParallel(network)
+        wrapped = called = ct.DataParallel(network)
     with torch._dynamo.config.patch(compiled_autograd=True):
         step = torch.compile(lambda *data: loss_of(called, data).backward(), backend="eager")
         with pytest.raises(UsageError, match="compiled autograd"):
@@ -131,7 +131,7 @@ def test_compiled_autograd_is_refused_by_name(comm: Any, wrapper: str) -> None:
     alone = model()
     loss_of(alone, batch(comm)).backward()
     assert_close(gradients_of(network), gradients_of(alone))
-    del made
+    del wrapped
 
 
 @pytest.mark.long
@@ -157,10 +157,10 @@ def test_a_divided_model_can_be_compiled(comm: Any, kind: str, plan: str) -> Non
         compiled = torch.compile(inner, backend="eager")
     else:
         inner.compile(backend="eager")
-    said: list[str] = []
+    reports: list[str] = []
     given: Any = "auto" if plan == "auto" else {"0": ct.Column(), "2": ct.Row()}
-    divided = ct.parallelize(compiled, comm, given, example=x, report=said.append)
-    assert divided is compiled and not any("_orig_mod" in line for line in said)
+    divided = ct.parallelize(compiled, comm, given, example=x, report=reports.append)
+    assert divided is compiled and not any("_orig_mod" in line for line in reports)
     assert isinstance(inner[0].style, ct.Column)
     for network in (divided, alone):
         network(x).square().sum().backward()

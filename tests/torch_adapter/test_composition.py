@@ -134,17 +134,17 @@ def test_pairs(comm: Any, pair: str) -> None:
         ct.GradScaler(ranks=mesh, init_scale=8.0) if amp or experts else torch.amp.GradScaler("cpu", init_scale=8.0)
     )
     train(called, optimizer, scaler, [(own(x), own(y)) for x, y in whole], amp, loss_of)
-    found = ct.gather_state_dict(model)
+    result = ct.gather_state_dict(model)
     expected = alone(comm, rows, dtype, amp, experts)
     # Gates of experts are float32.
     tolerance = ROUNDING if amp or compresses else 2e-5 if experts else 1e-9
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
     if amp or compresses:  # check that they had an effect
         exact = alone(comm, rows, torch.float64, False, experts)
-        assert any((found[name] - exact[name]).abs().max() > 1e-5 for name in exact)
+        assert any((result[name] - exact[name]).abs().max() > 1e-5 for name in exact)
     assert bool(graphs) == compiles
     assert compiles or len(forwards) == STEPS * (2 if "recompute" in features else 1)
-    assert_same_everywhere(comm, list(found.values()))
+    assert_same_everywhere(comm, list(result.values()))
     mesh.close()
 
 
@@ -170,8 +170,8 @@ def test_stages_under_autocast(comm: Any) -> None:
         for each, stepping in ((scaler, ours), (single, theirs)):
             each.step(stepping)
             each.update()
-    found = pipe.gather_state_dict()
-    torch.testing.assert_close(found, whole.state_dict(), rtol=ROUNDING, atol=ROUNDING)
+    result = pipe.gather_state_dict()
+    torch.testing.assert_close(result, whole.state_dict(), rtol=ROUNDING, atol=ROUNDING)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert whole(x).dtype == torch.bfloat16
     pipe.close()

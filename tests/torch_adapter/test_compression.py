@@ -250,8 +250,8 @@ def test_residuals_of_another_rank_are_ignored(comm: Any, caplog: Any) -> None:
     other = network()
     loading = wrap(other, "int8")
     loading.load_state_dict(state)
-    said = any("starts without residuals" in message for message in caplog.messages)
-    assert said == (comm.rank != 0)
+    has_message = any("starts without residuals" in message for message in caplog.messages)
+    assert has_message == (comm.rank != 0)
     train(comm, other, loading, range(3))
     plain = torch.optim.SGD(other.parameters(), lr=0.1)
     plain.load_state_dict(state)  # for users who no longer use commlib

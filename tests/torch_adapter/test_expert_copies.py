@@ -93,12 +93,12 @@ def test_functions_that_copies_own_are_accepted(comm: Communicator, change: Any)
     change(inner)
     x = torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
     expected = inner(x)
-    made = expertize(around(inner), comm, plan(comm, copy=True))
-    near(made(x), expected, "outputs", 1e-6)
+    model = expertize(around(inner), comm, plan(comm, copy=True))
+    near(model(x), expected, "outputs", 1e-6)
     with torch.no_grad():
-        for weight in made[0].experts.parameters():
+        for weight in model[0].experts.parameters():
             weight.zero_()
-    assert not made(x).any()
+    assert not model(x).any()
 
 
 class Own(nn.Module):
@@ -121,8 +121,8 @@ class Own(nn.Module):
 def test_an_mlp_initialises_its_layers_last(comm: Communicator) -> None:
     """Regression: layers were initialised last, which overwrote the values of the MLP."""
     for inner in (Own(), nn.Sequential(Own(), nn.Identity())):
-        made = expertize(around(inner), comm, plan(comm))
-        weights = dict(made[0].experts.named_parameters())
+        model = expertize(around(inner), comm, plan(comm))
+        weights = dict(model[0].experts.named_parameters())
         up, down = (next(one for name, one in weights.items() if f"{each}.weight" in name) for each in ("up", "down"))
         assert (up == 0.5).all()
         assert not down.any()
@@ -145,22 +145,22 @@ def test_an_uncopyable_layer_is_named(comm: Communicator) -> None:
 
 def test_a_mixture_is_refused(comm: Communicator) -> None:
     """Regression: the error claimed that models differ among ranks."""
-    made = expertize(around(mlp()), comm, plan(comm))
+    model = expertize(around(mlp()), comm, plan(comm))
     with pytest.raises(UsageError, match=r"expertize: 0 is a mixture of experts already"):
-        expertize(made, comm, plan(comm))
+        expertize(model, comm, plan(comm))
     with pytest.raises(UsageError, match=r"expertize: 0\.experts is within 0, a mixture of experts already"):
-        expertize(made, comm, {"0.experts": Experts(2 * comm.size)})
-    assert isinstance(made[0], MoE)
+        expertize(model, comm, {"0.experts": Experts(2 * comm.size)})
+    assert isinstance(model[0], MoE)
 
 
 def test_a_bias_updated_after_steps_is_not_pickled_with_weights(comm: Communicator) -> None:
     """Regression: pickling failed because it cannot pickle a WeakMethod."""
     if comm.size == 1:
         return
-    made = expertize(around(mlp()), comm, plan(comm, bias_rate=0.01))
-    made(torch.ones(3, WIDTH, dtype=torch.float64)).sum().backward()
-    auxiliary_loss(made)
-    pickle.dumps(made[0].router)
-    copy.deepcopy(made)
+    model = expertize(around(mlp()), comm, plan(comm, bias_rate=0.01))
+    model(torch.ones(3, WIDTH, dtype=torch.float64)).sum().backward()
+    auxiliary_loss(model)
+    pickle.dumps(model[0].router)
+    copy.deepcopy(model)
     with pytest.raises(UsageError, match="a sharded model cannot be pickled"):
-        pickle.dumps(made)
+        pickle.dumps(model)

@@ -74,7 +74,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 OFTEN = ("amsgrad", "RMSprop", "SGD", "ASGD", "own")
 
 
-def made(comm: Any, seed: int = 1) -> Any:
+def build(comm: Any, seed: int = 1) -> Any:
     torch.manual_seed(seed)
     return MoE(WIDTH, Experts(4, hidden=3, shared=1, bias_rate=0.1), comm).double()
 
@@ -107,7 +107,7 @@ def test_a_loaded_file_continues_training(comm: Communicator, tmp_path: Path, na
     if comm.size == 3:
         pytest.skip("4 experts")
     make, path = MAKERS[name], same(comm, tmp_path / "experts")
-    model = made(comm)
+    model = build(comm)
     whole = [
         nn.Parameter(one.detach().clone() if shard is None else torch.from_numpy(shard.whole(one.detach().numpy())))
         for one in model.parameters()
@@ -119,7 +119,7 @@ def test_a_loaded_file_continues_training(comm: Communicator, tmp_path: Path, na
     save_experts(path, model, optimizer)
     comm.barrier()
     for ranks, steps in ((comm, [100]), (comm, []), (single(comm), [])):
-        other = made(ranks, 2)
+        other = build(ranks, 2)
         loaded = make(other.parameters())
         step(other.parameters(), loaded, steps)  # its state so far is discarded
         load_experts(path, other, loaded)
@@ -136,13 +136,13 @@ def test_state_of_another_optimizer_is_refused(comm: Communicator, tmp_path: Pat
     if comm.size == 3:
         pytest.skip("4 experts")
     path = same(comm, tmp_path / "experts")
-    model = made(comm)
+    model = build(comm)
     optimizer = O.Adam(model.parameters(), 0.01)
     step(model.parameters(), optimizer, range(1))
     save_experts(path, model, optimizer)
     comm.barrier()
     for name in ("SGD", "amsgrad", "plain SGD", "own", "RMSprop"):
-        other = made(comm, 2)
+        other = build(comm, 2)
         wrong = MAKERS[name](other.parameters())
         before = [one.detach().clone() for one in other.parameters()]
         with pytest.raises(UsageError, match=r"the optimizer state of router in the file is first, second, but"):
@@ -158,7 +158,7 @@ def test_state_of_another_optimizer_is_refused(comm: Communicator, tmp_path: Pat
 
 def test_state_without_elements_is_refused(comm: Communicator, tmp_path: Path) -> None:
     """Such state cannot be assigned to experts."""
-    model = made(comm) if comm.size != 3 else made(single(comm))
+    model = build(comm) if comm.size != 3 else build(single(comm))
     optimizer = Rows(model.parameters(), 0.1)
     step(model.parameters(), optimizer, range(1))
     with pytest.raises(UsageError, match=r"save_experts: the Rows state rows of router is a tensor of shape \[4\]"):
@@ -170,7 +170,7 @@ def test_ranks_with_different_optimizers_are_refused(comm: Communicator, tmp_pat
     """Regression: one rank's momentum and another's first moments were gathered into one array."""
     if comm.size == 3:
         pytest.skip("4 experts")
-    model = made(comm)
+    model = build(comm)
     optimizer = MAKERS["SGD" if comm.rank else "amsgrad"](model.parameters())
     step(model.parameters(), optimizer, range(1))
     with pytest.raises(MismatchError, match=r"save_experts: .*router/"):
@@ -181,12 +181,12 @@ def test_state_is_gathered_in_any_order(comm: Communicator, tmp_path: Path) -> N
     """Regression: loaded state had a different order on each rank, and moments of different parameters were mixed."""
     if comm.size == 3:
         pytest.skip("4 experts")
-    model = made(comm)
+    model = build(comm)
     optimizer = MAKERS["amsgrad"](model.parameters())
     step(model.parameters(), optimizer, range(2))
     before = gather_optimizer_state(optimizer, model.named_parameters())["state"]
     save_experts(path := same(comm, tmp_path / "experts"), model, optimizer)
-    other = made(comm, 2)
+    other = build(comm, 2)
     loaded = MAKERS["amsgrad"](other.parameters())
     load_experts(path, other, loaded)
     for parameter, kept in list(loaded.state.items()):  # as if hashes of names differed among ranks
@@ -205,7 +205,7 @@ def test_state_of_different_optimizers_is_not_gathered(comm: Communicator) -> No
     """Regression: a rank without state made the others wait, or contributed the wrong values."""
     if comm.size == 3:
         pytest.skip("4 experts")
-    model = made(comm)
+    model = build(comm)
     optimizer = MAKERS["SGD" if comm.rank else "amsgrad"](model.parameters())
     step(model.parameters(), optimizer, range(1))
     with pytest.raises(MismatchError, match=r"gather_optimizer_state: .*experts.*exp_avg"):

@@ -98,11 +98,11 @@ def test_tensors_and_arrays_are_broadcast_from_rank_0(comm: Communicator, put: s
     """Regression: each rank silently kept its own random features."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = expertize(model(PUT[put](kind(drawn(comm.rank))), name), comm, plan(comm))
-    np.testing.assert_array_equal(_taken(getattr(made[0], name)), drawn(0))
+        built = expertize(model(PUT[put](kind(drawn(comm.rank))), name), comm, plan(comm))
+    np.testing.assert_array_equal(_taken(getattr(built[0], name)), drawn(0))
     expected = expertize(model(drawn(0)), comm, plan(comm))
     x = torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(9 + comm.rank))
-    torch.testing.assert_close(made(x), expected(x), rtol=0, atol=0)
+    torch.testing.assert_close(built(x), expected(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_values_of_any_dtype_are_broadcast_from_rank_0(comm: Communicator, dtype
         (torch.arange(6).reshape(2, 3) + rank).remainder(2 if dtype is torch.bool else 9).to(dtype).t()
         for rank in (0, 1)
     ]
-    made = expertize(model(values[comm.rank % 2].clone()), comm, plan(comm))
-    assert torch.equal(made[0].kept, values[0])
+    built = expertize(model(values[comm.rank % 2].clone()), comm, plan(comm))
+    assert torch.equal(built[0].kept, values[0])
 
 
 @pytest.mark.ranks(min=2)
@@ -136,9 +136,9 @@ def test_a_value_that_cannot_be_broadcast_is_warned_of(comm: Communicator, value
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         expertize(model(values(odd)), comm, plan(comm))
-    said = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
-    assert len(said) == (comm.rank == 0), caught
-    for text in said:
+    messages = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), caught
+    for text in messages:
         assert re.search(f"expertize: module {name}", text), text
 
 
@@ -192,7 +192,7 @@ def test_state_of_mlps_is_compared(comm: Communicator, put: str) -> None:
     """Regression: tensors in containers of MLPs were not compared, so that experts of one mixture differed."""
     odd = int(comm.rank == 1)
     for value in (torch.full((1,), 1.0 + odd), np.full(1, 1.0 + odd)):
-        made = model(None)
-        made[1] = Random(PUT[put](value)).double()
+        built = model(None)
+        built[1] = Random(PUT[put](value)).double()
         with pytest.raises(MismatchError, match=r"1: (tensor|array) kept"):
-            expertize(made, comm, plan(comm))
+            expertize(built, comm, plan(comm))

@@ -51,18 +51,18 @@ def batch(seed: int) -> Tensor:
 def test_ranks_with_different_seeds_train_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
     """Regression: besides the shared experts, ranks silently kept different weights."""
 
-    def train(made: Any, rows: Any, **where: Any) -> Any:
+    def train(model: Any, rows: Any, **where: Any) -> Any:
         if where and broadcasts:
-            broadcast_parameters(made.state_dict(), root=0)
-        optimizer: Any = torch.optim.SGD(made.parameters(), 0.1)
+            broadcast_parameters(model.state_dict(), root=0)
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
         if where:
-            optimizer = DistributedOptimizer(optimizer, made.named_parameters(), **where)
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), **where)
         for number in range(2):
             x = rows(number)
-            (F.mse_loss(made(x), torch.sin(x)) + auxiliary_loss(made)).backward()
+            (F.mse_loss(model(x), torch.sin(x)) + auxiliary_loss(model)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return made
+        return model
 
     options = {"balance": "none"}
     torch.manual_seed(3)
@@ -124,9 +124,9 @@ def test_structures_of_models_are_compared(comm: Communicator) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             expertize(seeded(0, Scaled(**{name: values[odd]})), comm, plan(comm))
-        said = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
-        assert len(said) == (comm.rank == 0), caught
-        if said:
-            assert f"expertize: module mlp, Scaled: {name} is {values[0]!r} on rank 0 and {values[1]!r}" in said[0]
+        messages = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+        assert len(messages) == (comm.rank == 0), caught
+        if messages:
+            assert f"expertize: module mlp, Scaled: {name} is {values[0]!r} on rank 0 and {values[1]!r}" in messages[0]
     act = (nn.GELU(), nn.Tanh())[odd]
     expertize(seeded(0, nn.Sequential(nn.Linear(WIDTH, 12), act, nn.Linear(12, WIDTH))), comm, plan(comm, hidden=3))

@@ -237,11 +237,11 @@ def test_layers_derived_from_an_mlps_own_are_copied_with_them(comm: Communicator
     model.mlp.forward = types.MethodType(lambda self, x: self.down(self.kept[0](x)), model.mlp)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
     expected = model(x)
-    made = expertize(model, comm, plan(comm, copy=True))
-    near(made(x), expected, "outputs", 1e-5)
-    inside = made.mlp.experts.kept[0]
-    assert inside[0] is made.norm
-    assert inside[1] is made.mlp.experts.up
+    built = expertize(model, comm, plan(comm, copy=True))
+    near(built(x), expected, "outputs", 1e-5)
+    inside = built.mlp.experts.kept[0]
+    assert inside[0] is built.norm
+    assert inside[1] is built.mlp.experts.up
 
 
 def test_parametrized_layers_are_copied(comm: Communicator) -> None:
@@ -249,5 +249,5 @@ def test_parametrized_layers_are_copied(comm: Communicator) -> None:
     nn.utils.parametrizations.weight_norm(inner[0])
     x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
     expected = inner(x)
-    made = expertize(nn.Sequential(inner), comm, {"0": Experts(2 * comm.size, copy=True)})
-    near(made(x), expected, "outputs", 1e-5)
+    built = expertize(nn.Sequential(inner), comm, {"0": Experts(2 * comm.size, copy=True)})
+    near(built(x), expected, "outputs", 1e-5)

@@ -78,13 +78,13 @@ def test_along_tensor_parallelism(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "text"),
     [
         ("row", "the output of mlp differs from a dense mixture's"),
         ("gradient", "the gradient of .* differs"),
     ],
 )
-def test_a_fault_is_named(comm: Any, spoil: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_named(comm: Any, spoil: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the layer or weight, the difference and the ranks; the model is unchanged."""
     plain = MoE.forward
 
@@ -98,7 +98,7 @@ def test_a_fault_is_named(comm: Any, spoil: str, said: str, monkeypatch: pytest.
     monkeypatch.setattr(MoE, "forward", forward)
     model: Any = Model().double()
     modules = dict(model.named_modules())
-    with pytest.raises(UsageError, match=rf"{said}.*on rank {comm.size - 1} of {comm.size}"):
+    with pytest.raises(UsageError, match=rf"{text}.*on rank {comm.size - 1} of {comm.size}"):
         expertize(model, comm, {"mlp": Experts(2 * comm.size)}, verify=batch(comm))
     assert dict(model.named_modules()) == modules
 

@@ -60,16 +60,16 @@ def test_trains_as_on_one_rank(comm: Communicator, sequential: bool, hidden: int
 
     def train(ranks: Any, batches: Any, **where: Any) -> Any:
         torch.manual_seed(3)
-        made = expertize(model(sequential), ranks, plan)
-        optimizer: Any = torch.optim.SGD(made.parameters(), 0.1)
+        built = expertize(model(sequential), ranks, plan)
+        optimizer: Any = torch.optim.SGD(built.parameters(), 0.1)
         if where:
-            optimizer = DistributedOptimizer(optimizer, made.named_parameters(), **where)
+            optimizer = DistributedOptimizer(optimizer, built.named_parameters(), **where)
         for number in range(2):
             x = batches(number)
-            (F.mse_loss(made(x), torch.sin(x)) + auxiliary_loss(made)).backward()
+            (F.mse_loss(built(x), torch.sin(x)) + auxiliary_loss(built)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return made
+        return built
 
     def all_rows(number: int) -> Tensor:
         return torch.cat([batch(10 * number + rank) for rank in range(comm.size)])

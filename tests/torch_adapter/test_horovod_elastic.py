@@ -222,11 +222,11 @@ def test_a_change_of_hosts_keeps_the_state(comm: Any, skip_sync: bool) -> None:
         if len(calls) == 1:
             state.mine = 5 + comm.rank
             raise HostsUpdatedInterrupt(skip_sync)
-        found: int = state.mine
-        return found
+        result: int = state.mine
+        return result
 
-    found = run_fn(training, lambda: calls.append("reset"))(state)
-    assert found == (5 + comm.rank if skip_sync else 5)
+    result = run_fn(training, lambda: calls.append("reset"))(state)
+    assert result == (5 + comm.rank if skip_sync else 5)
     assert calls == ["called", "reset", "callback", "called"]
 
 

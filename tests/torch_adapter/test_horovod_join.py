@@ -81,12 +81,12 @@ def test_training_with_uneven_numbers_of_batches(comm: Any, kind: str, overlap: 
             return tensor * 2
 
     def network() -> nn.Module:
-        made = model()
+        built = model()
         if kind == "sparse":
             with torch.random.fork_rng():
                 torch.manual_seed(1)
-                made.insert(0, nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(0, 1)).double())
-        return made
+                built.insert(0, nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(0, 1)).double())
+        return built
 
     def rows(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = batch(comm, step)
@@ -149,11 +149,11 @@ def test_two_optimizers(comm: Any, separate: bool, overlap: bool) -> None:
         with torch.no_grad():
             two.weight.copy_(torch.eye(3))
             two.bias.fill_(0.5)
-        made: list[Any] = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, two)]
+        created: list[Any] = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, two)]
         if wrapped:
-            made[0] = hvd.DistributedOptimizer(made[0], overlap=overlap, bucket_cap_mib=1e-4)
-            made[1] = hvd.DistributedOptimizer(made[1], overlap=overlap, ranks=group)
-        return one, two, *made
+            created[0] = hvd.DistributedOptimizer(created[0], overlap=overlap, bucket_cap_mib=1e-4)
+            created[1] = hvd.DistributedOptimizer(created[1], overlap=overlap, ranks=group)
+        return one, two, *created
 
     def step(parts: Any, losses: Any) -> None:
         one, two, first, second = parts

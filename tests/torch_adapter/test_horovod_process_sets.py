@@ -19,9 +19,9 @@ RANKS = [0, 2]
 @pytest.fixture
 def pair() -> Iterator[hvd.ProcessSet]:
     """Ranks 0 and 2."""
-    made = hvd.add_process_set(RANKS)
-    yield made
-    assert hvd.remove_process_set(made)
+    process_set = hvd.add_process_set(RANKS)
+    yield process_set
+    assert hvd.remove_process_set(process_set)
 
 
 @pytest.mark.ranks(min=3)

@@ -29,11 +29,11 @@ def group(request: pytest.FixtureRequest) -> Iterator[Communicator]:
     world = commlib.init()
     settings = Config(timeout=20, device_slot_kib=64, device_peers=request.param == "peers")
     runtime = Runtime(settings, world.runtime.ranks_on_node)
-    made = Communicator(MpiTransport(world.native.Dup()), runtime, f"late {request.param}")
+    ranks = Communicator(MpiTransport(world.native.Dup()), runtime, f"late {request.param}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LATE, "has_signals", True)
-        yield made
-        made.close()
+        yield ranks
+        ranks.close()
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ from commlib.expert import Experts
 from commlib_torch import gather_state_dict
 from commlib_torch._shards import shard_of
 from commlib_torch.expert import MoE, auxiliary_loss, expert_stats
-from tests.torch_adapter.expert_oracle import compare_gradients, layer, made, near, single, step, tokens
+from tests.torch_adapter.expert_oracle import compare_gradients, layer, build_layer, near, single, step, tokens
 
 
 def check(comm: Communicator, options: Any, rows: list[int] | None = None, **kwargs: Any) -> None:
     xs = tokens(comm, rows=rows)
-    model, whole = made(layer(options, **kwargs), comm), made(layer(options, **kwargs), single(comm))
+    model, whole = build_layer(layer(options, **kwargs), comm), build_layer(layer(options, **kwargs), single(comm))
     y, loss, of_x = step(model, xs[comm.rank])
     # The loss of one process is a mean over all tokens; those of ranks are means over their own, summed here.
     expected, whole_loss, of_all = step(whole, torch.cat(xs), float(comm.size))
@@ -98,13 +98,15 @@ class Adapted(nn.Linear):
 def test_subclasses_of_linear_are_called(comm: Communicator) -> None:
     """Regression: they were computed as linear layers, all experts of a rank at once."""
     options = Experts(6, top_k=2, balance="none")
-    model: Any = made(layer(options, expert=lambda: nn.Sequential(Adapted(12, 4), nn.GELU(), nn.Linear(4, 12))), comm)
+    model: Any = build_layer(
+        layer(options, expert=lambda: nn.Sequential(Adapted(12, 4), nn.GELU(), nn.Linear(4, 12))), comm
+    )
     x = tokens(comm)[comm.rank].requires_grad_()
     model(x).sum().backward()
     stacks = dict(model.experts.named_parameters())
     assert all((stack.grad is None) == (name == "0.weight") for name, stack in stacks.items())
     with torch.no_grad():
-        folded: Any = made(
+        folded: Any = build_layer(
             layer(options, expert=lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))), comm
         )
         for name, stack in folded.experts.named_parameters():
@@ -119,7 +121,7 @@ def test_hooks_and_replaced_layers_of_experts_are_used(comm: Communicator, built
     """Regression: hooks and replaced layers were ignored. A replaced layer with a weight is refused."""
     options = Experts(6, top_k=2, hidden=4 if built_in else None)
     expert = None if built_in else lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))
-    model: Any = made(layer(options, expert=expert, name="mix"), comm)
+    model: Any = build_layer(layer(options, expert=expert, name="mix"), comm)
     x = tokens(comm)[comm.rank]
     y = model(x)
     inner = model.experts.up if built_in else model.experts[0]
@@ -148,7 +150,7 @@ def doubled(module: nn.Module, x: Tensor) -> Tensor:
 def test_patched_forwards_are_used(comm: Communicator, where: str) -> None:
     """Quantisers, offloading and adapters patch forwards. Regression: the product of all experts ignored them."""
     own = None if where == "experts.down" else lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))
-    model: Any = made(layer(Experts(6, top_k=2, hidden=None if own else 4), expert=own), comm)
+    model: Any = build_layer(layer(Experts(6, top_k=2, hidden=None if own else 4), expert=own), comm)
     x = tokens(comm)[comm.rank]
     y = model(x)
     module = model.get_submodule(where)
@@ -167,25 +169,25 @@ INITIALISED: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("how", INITIALISED)
 def test_experts_can_be_reinitialised(comm: Communicator, how: str) -> None:
     """Regression: experts on different ranks were copies of each other, scaled by the size of their stack."""
-    found = []
+    results = []
     for ranks in (comm, single(comm)):
-        model = made(layer(Experts(6, top_k=2, hidden=4)), ranks)
+        model = build_layer(layer(Experts(6, top_k=2, hidden=4)), ranks)
         torch.manual_seed(5)
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 INITIALISED[how](module)
-        found.append(gather_state_dict(model))
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[0].items():
-        assert torch.equal(value, found[1][name]), name
+        results.append(gather_state_dict(model))
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
     fan = (12 + 4) / 6 if how == "xavier" else 12.0  # variances: 6 / (in + out) / 3, or 1 / in / 3
     expected = 0.02 if how == "normal" else 1.0 if how == "taken before" else (1 / fan / 3) ** 0.5
-    spread = found[0]["experts.up.weight"].std()  # of 288 numbers
+    spread = results[0]["experts.up.weight"].std()  # of 288 numbers
     assert 0.8 * expected < spread < 1.2 * expected
 
 
 def test_an_initialisation_that_rejects_one_expert(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, top_k=2, hidden=4)), comm)
+    model: Any = build_layer(layer(Experts(6, top_k=2, hidden=4)), comm)
     with pytest.raises(ValueError, match="fewer than 2 dimensions") as caught:
         nn.init.xavier_uniform_(model.experts.up.bias)
     assert "one of 6 experts" in caught.value.__notes__[0]
@@ -210,7 +212,7 @@ class LowRank(nn.Module):
 @pytest.mark.parametrize("how", ["hook", "forward", "adapter", "bias", "half"])
 def test_modified_routers_are_called(comm: Communicator, how: str) -> None:
     """Regression: only their own weight was used, and other parts were ignored."""
-    model: Any = made(layer(Experts(6, top_k=1, hidden=4)), comm)
+    model: Any = build_layer(layer(Experts(6, top_k=1, hidden=4)), comm)
     x = tokens(comm)[comm.rank].requires_grad_()
     torch.manual_seed(3)
     if how == "hook":
@@ -239,14 +241,14 @@ def test_modified_routers_are_called(comm: Communicator, how: str) -> None:
 
 
 def test_a_router_without_a_score_for_each_expert(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, top_k=1, hidden=4), name="mix"), comm)
+    model: Any = build_layer(layer(Experts(6, top_k=1, hidden=4), name="mix"), comm)
     model.router = nn.Linear(12, 5, bias=False).double()
     with pytest.raises(UsageError, match=r"mix: the router returned \(15, 5\) for 15 tokens, expected .* 6 experts"):
         model(tokens(comm)[comm.rank])
 
 
 def test_unused_experts_have_zero_gradients(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, top_k=1, hidden=4, balance="none")), comm)
+    model: Any = build_layer(layer(Experts(6, top_k=1, hidden=4, balance="none")), comm)
     with torch.no_grad():
         model.router.weight.zero_()
         model.router.weight[0] += 1
@@ -261,7 +263,7 @@ def test_unused_experts_have_zero_gradients(comm: Communicator) -> None:
 
 def test_stats(comm: Communicator) -> None:
     """The tokens of all ranks count; statistics and the timeline use the layer's name."""
-    model: Any = made(layer(Experts(6, top_k=2, hidden=4, force_balanced=True), name="one"), comm)
+    model: Any = build_layer(layer(Experts(6, top_k=2, hidden=4, force_balanced=True), name="one"), comm)
     for _ in range(2):
         model(tokens(comm)[comm.rank][:, :3])
     auxiliary_loss(model)
@@ -279,7 +281,7 @@ def test_stats(comm: Communicator) -> None:
 def test_balance_without_a_loss(comm: Communicator) -> None:
     """After each step the bias for choosing experts moves towards even load, identically on all ranks."""
     options = Experts(6, top_k=1, hidden=4, balance="none", bias_rate=0.05)
-    model: Any = made(layer(options), comm)
+    model: Any = build_layer(layer(options), comm)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     x = tokens(comm)[comm.rank]
     with torch.no_grad():
@@ -299,7 +301,7 @@ def test_balance_without_a_loss(comm: Communicator) -> None:
 
 
 def test_copies_share_their_channels(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, hidden=4)), comm)
+    model: Any = build_layer(layer(Experts(6, hidden=4)), comm)
     twin = copy.deepcopy(model)
     x = tokens(comm)[comm.rank]
     near(twin(x), model(x), "outputs", 0.0)
@@ -311,7 +313,7 @@ def test_copies_share_their_channels(comm: Communicator) -> None:
 
 def test_backward_twice(comm: Communicator) -> None:
     """Several losses may be differentiated through one forward."""
-    model: Any = made(layer(Experts(6, hidden=4)), comm)
+    model: Any = build_layer(layer(Experts(6, hidden=4)), comm)
     x = tokens(comm)[comm.rank].requires_grad_()
     y = model(x)
     one = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
@@ -324,7 +326,7 @@ def test_backward_twice(comm: Communicator) -> None:
 def test_half_precision(comm: Communicator) -> None:
     """The router always computes in float32, so that tokens go to the same experts as in float32."""
     options = Experts(6, top_k=2, hidden=16, gated=True)
-    model: Any = made(layer(options), comm).float()
+    model: Any = build_layer(layer(options), comm).float()
     x = tokens(comm)[comm.rank].float()
     expected = model(x.bfloat16().float())
     with torch.autocast("cpu", torch.bfloat16):
@@ -341,7 +343,7 @@ def test_half_precision(comm: Communicator) -> None:
 
 def test_the_bias_for_choosing_stays_exact(comm: Communicator) -> None:
     """Regression: bfloat16 lost steps of 0.001 above 0.25, and casts of the model rounded the bias."""
-    model: Any = made(layer(Experts(6, hidden=4, bias_rate=0.001)), comm).float()
+    model: Any = build_layer(layer(Experts(6, hidden=4, bias_rate=0.001)), comm).float()
     exact = torch.linspace(-0.5, 0.5, 6) / 3
     with torch.no_grad():
         model.expert_bias.copy_(exact)
@@ -370,7 +372,7 @@ def test_the_bias_for_choosing_stays_exact(comm: Communicator) -> None:
 
 
 def test_masked_tokens_are_not_sent(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, hidden=4)), comm)
+    model: Any = build_layer(layer(Experts(6, hidden=4)), comm)
     x = tokens(comm)[comm.rank]
     mask = torch.arange(5).expand(len(x), 5) < 3
     y = model(x, mask)

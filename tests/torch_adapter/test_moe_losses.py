@@ -28,7 +28,7 @@ from tests.torch_adapter.test_moe_padding import WIDTH, dense
 OPTIONS: Any = {"top_k": 2, "hidden": 6, "shared": 1, "balance_weight": 1.0, "z_weight": 0.5}
 
 
-def made(comm: Any, **options: Any) -> Any:
+def build(comm: Any, **options: Any) -> Any:
     torch.manual_seed(1)
     return MoE(WIDTH, Experts(2 * comm.size, **{**OPTIONS, **options}), comm).double()
 
@@ -43,7 +43,7 @@ class Twice(nn.Module):
 
     def __init__(self, comm: Any) -> None:
         super().__init__()
-        self.mlp = made(comm)
+        self.mlp = build(comm)
 
     def inner(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.mlp(x)
@@ -72,7 +72,7 @@ def test_checkpoints_change_nothing(comm: Communicator, way: str) -> None:
     block = Twice(comm)
     other = copy.deepcopy(block)
     x = tokens(comm)
-    found = []
+    results = []
     whole = (lambda block, x: torch.cos(block(x)).square()) if "more" in way else (lambda block, x: block(x))
     for model, call in ((block, whole), (other, WAYS[way])):
         given = x.clone().requires_grad_()
@@ -82,8 +82,8 @@ def test_checkpoints_change_nothing(comm: Communicator, way: str) -> None:
             (3 * (torch.sin(y).sum() + loss)).backward()
         assert model.mlp.stats().tokens == 24 * comm.size
         assert int(model.mlp.mixture.load.sum()) == 48
-        found.append((y.detach(), loss.detach(), given.grad, *(one.grad for one in model.parameters())))
-    for one, again in zip(*found, strict=True):
+        results.append((y.detach(), loss.detach(), given.grad, *(one.grad for one in model.parameters())))
+    for one, again in zip(*results, strict=True):
         torch.testing.assert_close(again, one, rtol=1e-6, atol=1e-6)  # gates and losses are float32
     assert other.mlp.losses == []
 
@@ -110,7 +110,7 @@ def test_losses_can_be_differentiated_separately(comm: Communicator) -> None:
 
 def test_a_loss_with_weight_zero_is_not_recorded(comm: Communicator) -> None:
     """User code need not collect it."""
-    model = made(comm, balance_weight=0.0, z_weight=0.0)
+    model = build(comm, balance_weight=0.0, z_weight=0.0)
     with warnings.catch_warnings(action="error"):
         for _ in range(3):
             model(tokens(comm)).sum().backward()
@@ -125,7 +125,7 @@ class Own(AuxiliaryLossModule):
 
 def test_a_frozen_router_reports_its_loss(comm: Communicator) -> None:
     """Regression: the loss was not reported if both the router and its input were frozen."""
-    layer, x = made(comm), tokens(comm)
+    layer, x = build(comm), tokens(comm)
     layer(x)
     expected = auxiliary_loss(layer)
     layer.router.requires_grad_(False)
@@ -158,8 +158,8 @@ class OtherCheckpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, x: Tensor) -> Tensor:
         ctx.call, ctx.x = call, x
-        found: Tensor = call(x)
-        return found
+        result: Tensor = call(x)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -178,7 +178,7 @@ def test_foreign_checkpoints_are_reported(comm: Communicator) -> None:
 
 def test_any_number_of_forwards(comm: Communicator) -> None:
     """Regression: the losses of more than 15 forwards were dropped, with a false warning."""
-    model = made(comm)
+    model = build(comm)
     weights = {name: value.detach() for name, value in gather_state_dict(model).items()}
     x, total = tokens(comm), torch.zeros((), dtype=torch.float64)
     with warnings.catch_warnings(action="error"):
@@ -190,7 +190,7 @@ def test_any_number_of_forwards(comm: Communicator) -> None:
 
 def test_losses_without_a_backward_are_warned_of(comm: Communicator) -> None:
     """If user code never collects them, a warning appears, and memory stays bounded; their sum is still correct."""
-    model, expected = made(comm), made(comm)
+    model, expected = build(comm), build(comm)
     kept = []
     with warnings.catch_warnings(action="error"):
         for number in range(3):
@@ -236,7 +236,7 @@ def test_stages_that_recompute_count_tokens_once(comm: Communicator, how: Any) -
 
 def test_a_failed_forward_leaves_no_loss(comm: Communicator) -> None:
     """Regression: its loss was added to that of the next forward if the error had been caught."""
-    layer, x = made(comm), tokens(comm)
+    layer, x = build(comm), tokens(comm)
     layer(x)
     once = auxiliary_loss(layer)
 

@@ -22,7 +22,7 @@ WIDTH = 8
 ROWS = 2  # of each rank
 
 
-def made(comm: Any, **options: Any) -> Any:
+def build(comm: Any, **options: Any) -> Any:
     torch.manual_seed(1)
     chosen: dict[str, Any] = {"top_k": 2, "hidden": 6, "shared": 1, "balance_weight": 1.0, "z_weight": 0.5, **options}
     return MoE(WIDTH, Experts(2 * comm.size, **chosen), comm).double()
@@ -72,7 +72,7 @@ def mlp(weights: Mapping[str, Tensor], prefix: str, rows: Tensor, expert: int | 
 @pytest.mark.parametrize("kind", ["sequences", "rows", "parts"])
 def test_padding_matches_a_dense_mixture_of_all_rows(comm: Communicator, kind: str) -> None:
     """Regression: shared experts processed padding, its NaN reached the router, and losses covered one rank's rows."""
-    model = made(comm, chunks=2 if kind == "parts" else 1)
+    model = build(comm, chunks=2 if kind == "parts" else 1)
     xs, mask = data(comm, flat=kind == "rows")
     weights = {name: value.detach().clone() for name, value in gather_state_dict(model).items()}
     for value in weights.values():
@@ -103,7 +103,7 @@ def test_padding_matches_a_dense_mixture_of_all_rows(comm: Communicator, kind: s
 @pytest.mark.ranks(min=2)
 def test_ranks_without_rows_or_tokens_take_part(comm: Communicator) -> None:
     """One rank has only padding, and another has no rows."""
-    model = made(comm)
+    model = build(comm)
     xs, mask = data(comm)
     for last in (slice(None), slice(0, 0)):
         x, there = xs[:ROWS], mask[:ROWS]
@@ -119,7 +119,7 @@ def test_ranks_without_rows_or_tokens_take_part(comm: Communicator) -> None:
 
 def test_masks_of_the_wrong_shape_are_refused(comm: Communicator) -> None:
     """Regression: a mask with as many tokens in another order was accepted."""
-    model = made(comm)
+    model = build(comm)
     x = torch.ones(2, 3, WIDTH, dtype=torch.float64)
     for mask in (torch.ones(3, 2, dtype=torch.bool), torch.ones(2, 3), torch.ones(6, dtype=torch.bool)):
         with pytest.raises(UsageError, match=r"MoE: a mask torch\..* expected torch.bool\[2, 3\], False for padding"):
@@ -128,7 +128,7 @@ def test_masks_of_the_wrong_shape_are_refused(comm: Communicator) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_sequences_on_one_rank_and_rows_on_another(comm: Communicator) -> None:
-    model = made(comm)
+    model = build(comm)
     x = torch.ones(2, 3, WIDTH, dtype=torch.float64)
     with pytest.raises(MismatchError, match=r"MoE.*sequences: "):
         model(x if comm.rank else x[0])

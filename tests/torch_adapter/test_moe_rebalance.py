@@ -43,9 +43,9 @@ def rows(comm: Any, seed: int) -> Tensor:
 
 
 def other_ranks(comm: Any) -> Any:
-    found = comm.split(0, name="other ranks")
-    assert found is not None
-    return found
+    group = comm.split(0, name="other ranks")
+    assert group is not None
+    return group
 
 
 def mine(comm: Any, x: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ def trained(model: Any, optimizer: Any, x: Tensor) -> None:
 
 def result(model: Any, x: Tensor) -> Tensor:
     model.eval()
-    found: Tensor = model(x).detach()
+    output: Tensor = model(x).detach()
     model.train()
-    return found
+    return output
 
 
 def busy(model: Any, which: int) -> None:
@@ -89,7 +89,7 @@ def test_averages_and_copies_are_moved(comm: Communicator, gives_optimizer: bool
     """Regression: averages belonged to different experts after the move, and so did moments without the optimizer."""
     if comm.size == 3:
         pytest.skip("8 experts")
-    found: list[list[dict[str, Tensor]]] = []
+    results: list[list[dict[str, Tensor]]] = []
     for ranks, moves in ((single(comm), False), (comm, True)):
         own: Any = Blocks(ranks).double()
         other = copy.deepcopy(own)  # trained independently
@@ -124,12 +124,12 @@ def test_averages_and_copies_are_moved(comm: Communicator, gives_optimizer: bool
                     old.lerp_(new, 0.5)
                 for old, new in zip(plain.parameters(), own.parameters(), strict=True):
                     old.mul_(0.9).add_(new, alpha=0.1)
-        found.append([gather_state_dict(model) for model in (own, other, average.module, plain, loaded, given)])
+        results.append([gather_state_dict(model) for model in (own, other, average.module, plain, loaded, given)])
         x = rows(comm, 9)
-        found[-1].append({"outputs": average.module.eval()(mine(comm, x) if moves else x).detach()})
-    found[0][-1] = {"outputs": mine(comm, found[0][-1]["outputs"])}
+        results[-1].append({"outputs": average.module.eval()(mine(comm, x) if moves else x).detach()})
+    results[0][-1] = {"outputs": mine(comm, results[0][-1]["outputs"])}
     for what, expected, got in zip(
-        ("model", "other", "average", "plain", "loaded", "given", "outputs"), *found, strict=True
+        ("model", "other", "average", "plain", "loaded", "given", "outputs"), *results, strict=True
     ):
         for name, value in expected.items():
             near(got[name], value, f"{what}: {name}")
@@ -196,7 +196,7 @@ def test_restored_models_know_the_places_of_experts(comm: Communicator, kept: st
     rebalance_experts(model, optimizer)
     folder = comm.broadcast_object(str(tmp_path))
     Checkpoint(folder, model=model, optimizer=optimizer, ranks=comm).save(1)
-    found = []
+    results = []
     for again in (model, Blocks(comm).double()):
         if again is model:
             busy(model, 2)
@@ -207,8 +207,8 @@ def test_restored_models_know_the_places_of_experts(comm: Communicator, kept: st
         assert torch.equal(result(again, x), expected)
         assert all(torch.equal(value, states[name]) for name, value in gather_state_dict(again).items())
         trained(again, by, x)
-        found.append(gather_state_dict(again))
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+        results.append(gather_state_dict(again))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 def test_clones_of_state_are_refused(comm: Communicator) -> None:
@@ -239,7 +239,7 @@ def test_gradients_are_moved(comm: Communicator) -> None:
     """Regression: accumulated gradients were dropped. A rank may have none if no token chose its experts."""
     if comm.size == 3:
         pytest.skip("8 experts")
-    found = []
+    results = []
     for moves in (False, True):
         model: Any = Blocks(comm).double()
         optimizer = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), ranks=comm)
@@ -251,9 +251,9 @@ def test_gradients_are_moved(comm: Communicator) -> None:
             rebalance_experts(model, optimizer)
             assert owners(model) != before
         trained(model, optimizer, mine(comm, rows(comm, 1)))
-        found.append(gather_state_dict(model))
-    for name, value in found[0].items():
-        near(found[1][name], value, name, 1e-10)
+        results.append(gather_state_dict(model))
+    for name, value in results[0].items():
+        near(results[1][name], value, name, 1e-10)
 
 
 def test_a_rank_without_gradients_receives_those_of_experts(comm: Communicator) -> None:

@@ -119,10 +119,10 @@ def meshes(size: int) -> list[dict[str, int]]:
 @pytest.mark.parametrize("again", [False, True])
 def test_as_one_process(comm: Communicator, which: int, again: bool) -> None:
     """Experts, copies of experts, and both; also with activations recomputed in backward."""
-    found = meshes(comm.size)
-    if which >= len(found) or comm.size == 3:
+    result = meshes(comm.size)
+    if which >= len(result) or comm.size == 3:
         pytest.skip("not on so many ranks")
-    mesh = Mesh(dp=comm.size).refactor({"dp": found[which]})
+    mesh = Mesh(dp=comm.size).refactor({"dp": result[which]})
     rows = 2 * comm.size
     whole, expected = alone(comm, rows, range(3))
     own = model(mesh, again=again)
@@ -366,14 +366,14 @@ def test_experts_next_to_divided_layers(comm: Communicator, checked: str) -> Non
     rows = 2 * dp.size
     plan = {"mlp": Experts(4, top_k=2)}
 
-    def made(ranks: Any) -> Any:
+    def build(ranks: Any) -> Any:
         torch.manual_seed(0)
-        found = Mixed().double()
-        return expertize(found, ranks, plan)
+        result = Mixed().double()
+        return expertize(result, ranks, plan)
 
-    whole = made(single(comm))
+    whole = build(single(comm))
     expected = train(whole, sgd(whole), lambda each: each, rows, range(2))
-    own = made(mesh)
+    own = build(mesh)
     example = batch(1, 9)[0] if checked == "example" else None
     parallelize(own, mesh["tp"], {"up": Column(), "down": Row()}, example=example)
     optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
@@ -469,9 +469,9 @@ def test_each_optimizer_that_makes_ranks_diverge_is_reported(comm: Any) -> None:
 
 def another_communicator(comm: Any) -> Any:
     """Return another communicator of the same ranks, which repeats warnings that appear once."""
-    found = comm.split(0, name="together")
-    assert found is not None
-    return found
+    group = comm.split(0, name="together")
+    assert group is not None
+    return group
 
 
 @pytest.mark.ranks(min=2)

@@ -456,9 +456,9 @@ def test_recomputation_counts_in_the_choice(comm: Any) -> None:
                 layers(8), comm, schedule="auto", microbatches=4, loss=F.mse_loss, checkpoint=checkpoint,
                 example=batch(2)[0], memory=1,
             )  # fmt: skip
-        found = re.search(r"the least is (\d+)", str(refused.value))
-        assert found is not None
-        return int(found[1])
+        result = re.search(r"the least is (\d+)", str(refused.value))
+        assert result is not None
+        return int(result[1])
 
     assert least("full") < least("none")
 

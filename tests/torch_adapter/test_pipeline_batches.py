@@ -59,7 +59,7 @@ class Recurrent(nn.Module):
         return torch.tanh(self.head(out)), state
 
 
-def made(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+def build(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = kind().double()
     return model, copy.deepcopy(model)
@@ -68,7 +68,7 @@ def made(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("named", [False, True])
 def test_an_input_for_all_microbatches_is_not_cut(comm: Any, named: bool) -> None:
     """Regression: it was cut if it was as long as the batch, which silently changed the loss."""
-    model, whole = made(Places)
+    model, whole = build(Places)
     x, places, y = random(8, 8, WIDTH), random(8), random(8, 8, WIDTH, seed=2)
     where = {"places": "whole"} if named else (0, "whole")
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=4, rows={"x": where})
@@ -78,7 +78,7 @@ def test_an_input_for_all_microbatches_is_not_cut(comm: Any, named: bool) -> Non
     assert_gradients(pipe, whole)
     close(pipe.predict({"x": x, "places": places} if named else (x, places)), whole(x, places).detach())
     pipe.close()
-    pipe = pipeline(made(Places)[0], comm, loss=F.mse_loss, microbatches=4)
+    pipe = pipeline(build(Places)[0], comm, loss=F.mse_loss, microbatches=4)
     ends = comm.rank in (pipe.pipe.first, pipe.pipe.last)  # these inform the ranks between them
     with pytest.raises(UsageError if ends else PeerError, match="got 2 different numbers: 5, 8; if rows are in"):
         pipe.step((x[:, :5], places[:5]), y[:, :5])
@@ -87,7 +87,7 @@ def test_an_input_for_all_microbatches_is_not_cut(comm: Any, named: bool) -> Non
 
 def test_rows_in_another_dimension(comm: Any) -> None:
     """Regression: outputs were joined along the first dimension: (1, rows, width) became (microbatches, ...)."""
-    model, whole = made(Recurrent)
+    model, whole = build(Recurrent)
     x, y = random(3, 7, WIDTH), random(3, 7, WIDTH, seed=2)
     rows = {"x": 1, "y": 1, "output": (1, 1)}
 
@@ -105,7 +105,7 @@ def test_rows_in_another_dimension(comm: Any) -> None:
     for got, output in zip(pipe.predict(x), whole(x), strict=True):
         close(got, output.detach())
     pipe.close()
-    pipe = pipeline(made(Recurrent)[0], comm, microbatches=4, rows={"x": 1, "output": (1, 0)})
+    pipe = pipeline(build(Recurrent)[0], comm, microbatches=4, rows={"x": 1, "output": (1, 0)})
     with pytest.raises(CommlibError, match="a microbatch of 2 rows has output of shape"):
         pipe.predict(x)
     pipe.close()
@@ -118,7 +118,7 @@ def test_invalid_rows_are_refused(comm: Any) -> None:
         ({"y": -1}, "rows has -1 for y"),
     ):
         with pytest.raises(UsageError, match=text):
-            pipeline(made(Places)[0], comm, loss=F.mse_loss, microbatches=2, rows=rows)
+            pipeline(build(Places)[0], comm, loss=F.mse_loss, microbatches=2, rows=rows)
 
 
 @pytest.mark.ranks(min=2)
@@ -168,21 +168,21 @@ def test_details_of_a_step(comm: Any, name: Any) -> None:
     expected, parts = F.cross_entropy(output, y), [slice(start, start + 2) for start in range(0, 8, 2)]
     expected.backward()
     for call in (pipe.step, pipe.evaluate):
-        found = call(x, y, outputs=True)
-        close(found.loss, expected.detach())
-        for got, part in zip(found.losses, parts, strict=True):
+        result = call(x, y, outputs=True)
+        close(result.loss, expected.detach())
+        for got, part in zip(result.losses, parts, strict=True):
             own = F.cross_entropy(output[part], y[part]).item()
             assert got == pytest.approx(own, rel=1e-12, nan_ok=True)
         weights = torch.tensor([0.4, 0.2, 0.0, 0.4], dtype=torch.float64)
         close(
-            found.metrics["mean"],
+            result.metrics["mean"],
             sum(w * output[p].mean(0) for w, p in zip(weights, parts, strict=True)).detach(),
         )
-        assert set(found.metrics) == {"right", "mean"}
+        assert set(result.metrics) == {"right", "mean"}
         if comm.rank == pipe.pipe.last:
-            close(found.outputs, output.detach())
+            close(result.outputs, output.detach())
         else:
-            assert found.outputs is None
+            assert result.outputs is None
     assert_gradients(pipe, whole)
     assert pipe.step(x, y, details=True).outputs is None
     assert isinstance(pipe.step(x, y), Tensor)

@@ -22,13 +22,13 @@ def constructors(count: int = LAYERS) -> tuple[list[Callable[[], nn.Module]], li
     """Return constructors of layers, and a list of the layers that were built with memory."""
     built: list[int] = []
 
-    def made(place: int) -> nn.Module:
+    def build(place: int) -> nn.Module:
         layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         if not layer.weight.is_meta:
             built.append(place)
         return layer
 
-    return [lambda place=place: made(place) for place in range(count)], built  # type: ignore[misc]
+    return [lambda place=place: build(place) for place in range(count)], built  # type: ignore[misc]
 
 
 def data() -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def made(make: Callable[[], nn.Module]) -> nn.Module:
+def build(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
 
@@ -42,7 +42,7 @@ def assert_as_one_process(
     comm: Any, make: Callable[[], nn.Module], x: Any = None, *, microbatches: int = 2, **options: Any
 ) -> None:
     """Train twice, evaluate, predict and train again; losses, gradients, outputs and state match one process."""
-    whole, model = made(make), made(make)
+    whole, model = build(make), build(make)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=microbatches, **options)
     given, y = batch()
     x = given if x is None else x
@@ -115,7 +115,7 @@ def test_the_mode_is_read_at_run_time(comm: Any) -> None:
 
     assert_as_one_process(comm, lambda: Two(between))
     x, y = batch()
-    model = made(lambda: Two(lambda self, x: F.dropout(x, 0.5, training=self.training)))
+    model = build(lambda: Two(lambda self, x: F.dropout(x, 0.5, training=self.training)))
     whole = copy.deepcopy(model).eval()
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     torch.testing.assert_close(pipe.evaluate(x, y), F.mse_loss(whole(x), y).detach(), rtol=EXACT, atol=0)
@@ -140,7 +140,7 @@ def test_a_model_traced_in_evaluation_mode_trains(comm: Any) -> None:
         return Two(lambda self, x: x * (2.0 if self.training else 3.0)).eval()
 
     x, y = batch()
-    whole, pipe = made(make), pipeline(made(make), comm, loss=F.mse_loss, microbatches=2)
+    whole, pipe = build(make), pipeline(build(make), comm, loss=F.mse_loss, microbatches=2)
     torch.testing.assert_close(pipe.step(x, y), F.mse_loss(whole(x), y).detach(), rtol=EXACT, atol=0)
     pipe.train()
     torch.testing.assert_close(pipe.step(x, y), F.mse_loss(whole.train()(x), y).detach(), rtol=EXACT, atol=0)
@@ -168,7 +168,7 @@ def test_state_matches_the_model(comm: Any) -> None:
             return self.b(x) * (self.scale / 2)
 
     assert_as_one_process(comm, Model, microbatches=1)
-    model = made(Model)
+    model = build(Model)
     names = set(vars(model))
     whole = copy.deepcopy(model)
     pipe = pipeline(model.float(), comm, loss=F.mse_loss, microbatches=2).double()
@@ -268,7 +268,7 @@ def test_side_effects_are_left_to_a_submodule_or_refused(comm: Any, between: Any
 
     kept: list[Any] = []
     LISTS.append(kept)
-    model: Any = made(lambda: Chain(make))
+    model: Any = build(lambda: Chain(make))
     whole = copy.deepcopy(model)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     assert not kept and all(part.calls == 0 and not part.cache for part in model.layers)
@@ -349,7 +349,7 @@ def test_a_model_that_tests_for_none_is_cut_for_one_case(comm: Any) -> None:
     x, mask = batch(seed=5)
     assert_as_one_process(comm, Model, (x,))
     assert_as_one_process(comm, Model, (x, mask, 2), example=(x[:2], mask[:2], 2) if comm.rank == 0 else None)
-    pipe = pipeline(made(Model), comm, loss=F.mse_loss, microbatches=2)
+    pipe = pipeline(build(Model), comm, loss=F.mse_loss, microbatches=2)
     if comm.rank == 0 and comm.size == 1:
         with pytest.raises(UsageError, match="forward's mask is a tensor; the model was split for mask = None"):
             pipe.step((x, mask), x)
@@ -489,7 +489,7 @@ class Pairs(dict[str, Any]):
 @pytest.mark.parametrize("kind", [Outputs, OrderedDict, Pairs])
 def test_a_model_s_output_keeps_its_class(comm: Any, kind: Any) -> None:
     """Regression: a subclass of dict became a dict."""
-    model = made(lambda: Two(lambda self, x: x))
+    model = build(lambda: Two(lambda self, x: x))
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -790,7 +790,7 @@ def test_values_read_by_forward_must_not_change(
     comm: Any, use: Any, change: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: a temperature, rate or flag set after `pipeline()` silently had no effect."""
-    model: Any = made(lambda: Kept(use))
+    model: Any = build(lambda: Kept(use))
     monkeypatch.setitem(globals(), "TEMPERATURE", 1.0)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     x, y = batch()
@@ -826,7 +826,7 @@ def test_values_not_read_by_forward_may_change(comm: Any, monkeypatch: pytest.Mo
     def use(self: Any, x: Tensor) -> Any:
         return self.calls + self.configuration.half
 
-    model: Any = made(lambda: Kept(use))
+    model: Any = build(lambda: Kept(use))
     whole = copy.deepcopy(model)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     monkeypatch.setitem(globals(), "calls", 2)
@@ -842,7 +842,7 @@ def test_values_not_read_by_forward_may_change(comm: Any, monkeypatch: pytest.Mo
 
 
 def test_a_change_on_one_rank_is_reported_on_all(comm: Any) -> None:
-    model: Any = made(lambda: Kept(lambda self, x: self.configuration.scale))
+    model: Any = build(lambda: Kept(lambda self, x: self.configuration.scale))
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     x, y = batch()
     loss = pipe.step(x, y)
@@ -858,7 +858,7 @@ def test_a_change_on_one_rank_is_reported_on_all(comm: Any) -> None:
 
 def test_a_plain_tensor_is_read_when_used(comm: Any) -> None:
     """Regression: values computed from it in forward were constants."""
-    model: Any = made(lambda: Kept(lambda self, x: self.table * 2.0))
+    model: Any = build(lambda: Kept(lambda self, x: self.table * 2.0))
     whole = copy.deepcopy(model)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     x, y = batch()

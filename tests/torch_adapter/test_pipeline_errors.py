@@ -415,8 +415,8 @@ class Wrapper(nn.Module):
         self._orig_mod = inner
 
     def forward(self, x: Tensor, *target: Tensor) -> Tensor:
-        found: Tensor = self._orig_mod(x, *target) * 2
-        return found
+        result: Tensor = self._orig_mod(x, *target) * 2
+        return result
 
 
 @pytest.mark.ranks(min=2)

@@ -184,10 +184,10 @@ def test_a_model_that_cannot_be_compared_is_reported(comm: Any) -> None:
     forward = model.first.forward
     setattr(model.first, "forward", lambda x: forward(x))  # noqa: B010
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as result:
         warnings.simplefilter("always")
         pipe.step(x, y)
         pipe.step(x, y)
-    said = [str(one.message) for one in found if "is not compared" in str(one.message)]
-    assert len(said) == (comm.rank == 0)
+    messages = [str(one.message) for one in result if "is not compared" in str(one.message)]
+    assert len(messages) == (comm.rank == 0)
     pipe.close()

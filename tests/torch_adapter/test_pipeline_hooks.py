@@ -152,14 +152,14 @@ def test_hooks_are_called_once(comm: Any, schedule: Any, ways: Any) -> None:
         kept.clear()
         pipe = pipeline(model, comm, schedule=schedule, microbatches=MICROBATCHES, loss=F.mse_loss)
         pipe.step(x, y)
-        said = f"{between.__name__}, {register.__name__}"
-        assert sum(comm.all_gather_object(calls["hook"])) == expected, said
+        text = f"{between.__name__}, {register.__name__}"
+        assert sum(comm.all_gather_object(calls["hook"])) == expected, text
         norms = [h.grad.norm().item() for h in kept if h.grad is not None]
         norms = sorted(norm for own in comm.all_gather_object(norms) for norm in own)
-        assert norms == pytest.approx(retained_norms, rel=1e-10), said
+        assert norms == pytest.approx(retained_norms, rel=1e-10), text
         theirs = dict(whole.named_parameters())
         for name, parameter in pipe.named_parameters():
-            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12, msg=f"{said}: {name}")
+            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12, msg=f"{text}: {name}")
         pipe.close()
     assert "retain_grad" not in vars(Tensor)
 

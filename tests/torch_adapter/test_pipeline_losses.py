@@ -35,12 +35,12 @@ def inputs(rows: int, *shape: int, seed: int = 1) -> Tensor:
 
 def classes(rows: int, *shape: int, ignored: bool = True, seed: int = 2) -> Tensor:
     """Return classes, an increasing number of which are ignored in the last rows."""
-    found = torch.randint(WIDTH, (rows, *shape), generator=torch.Generator().manual_seed(seed))
+    result = torch.randint(WIDTH, (rows, *shape), generator=torch.Generator().manual_seed(seed))
     if ignored:
-        flat = found.reshape(rows, -1)
+        flat = result.reshape(rows, -1)
         for row in range(rows // 2, rows):
             flat[row, : row - rows // 2 + 1] = IGNORED
-    return found
+    return result
 
 
 def floats(*shape: int, seed: int = 3) -> Tensor:
@@ -265,8 +265,8 @@ def test_the_loss_may_change_its_call_from_batch_to_batch(comm: Any) -> None:
     chosen: dict[str, Any] = {}
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        found: Tensor = chosen["function"](output, target, **chosen["options"])
-        return found
+        result: Tensor = chosen["function"](output, target, **chosen["options"])
+        return result
 
     whole, pipe = layers(), pipeline(layers(), comm, loss=loss, microbatches=4)
     ways: list[tuple[Any, dict[str, Any], Tensor]] = [
@@ -378,12 +378,12 @@ def test_a_sum_within_the_model(comm: Any) -> None:
     pipe.close()
     for weigh in (None, "sum"):
         pipe = pipeline(summed(2), comm, loss=lambda output: output, microbatches=4, weigh=weigh)
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as result:
             warnings.simplefilter("always")
             value = pipe.step((x, y))
             pipe.step((x, y))
-        told = [str(one.message) for one in found if 'pass weigh="sum"' in str(one.message)]
-        assert len(told) == (weigh is None and comm.rank == comm.size - 1)
+        messages = [str(one.message) for one in result if 'pass weigh="sum"' in str(one.message)]
+        assert len(messages) == (weigh is None and comm.rank == comm.size - 1)
         if weigh:
             torch.testing.assert_close(value, 2 * loss.detach(), rtol=EXACT, atol=0)
         pipe.close()

@@ -26,8 +26,8 @@ class Traced(nn.Module):
         self.first, self.middle, self.head = nn.Sequential(linear(), nn.Tanh()), linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.middle(self.first(x))) + x
-        return found
+        result: Tensor = self.head(self.middle(self.first(x))) + x
+        return result
 
 
 def replace(model: Any) -> None:
@@ -82,8 +82,8 @@ class Short(nn.Module):
         else:
             with torch.autocast("cpu", enabled=False):
                 h = self.second(h.float())
-        found: Tensor = self.last(self.second(h))
-        return found
+        result: Tensor = self.last(self.second(h))
+        return result
 
 
 @pytest.mark.parametrize("asks", [False, True], ids=["off", "asks"])

@@ -182,7 +182,7 @@ def test_inputs_changed_later_are_refused(comm: Any) -> None:
 
 def test_random_numbers_are_reproduced(comm: Any) -> None:
     """Recomputation restores the generators: gradients match a pipeline that keeps all activations."""
-    found = []
+    results = []
     how: Any
     for how in ("none", {"*.drop": "full"}, {"?": "full"}):
         torch.manual_seed(0)
@@ -191,10 +191,10 @@ def test_random_numbers_are_reproduced(comm: Any) -> None:
         x, y = batch()
         torch.manual_seed(comm.rank)
         losses = [float(pipe.step(x, y)) for _ in range(2)]
-        found.append((losses, [parameter.grad for parameter in pipe.parameters()], torch.rand(1)))
+        results.append((losses, [parameter.grad for parameter in pipe.parameters()], torch.rand(1)))
         pipe.close()
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-12, atol=0)
 
 
 def test_weights_of_their_own_versions(comm: Any) -> None:
@@ -214,7 +214,7 @@ def test_weights_of_their_own_versions(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "text"),
     [
         ({"0.nrom": "full"}, r"no layer matches '0.nrom'; the layers are 0\.norm"),
         ({"*.norm": "all"}, r"of \*\.norm is 'all', expected one of none, selective, full"),
@@ -223,9 +223,9 @@ def test_weights_of_their_own_versions(comm: Any) -> None:
         ("some", "is 'some', expected one of none, selective, full, or these by names of layers"),
     ],
 )
-def test_patterns_without_a_match_are_refused(comm: Any, how: Any, said: str) -> None:
+def test_patterns_without_a_match_are_refused(comm: Any, how: Any, text: str) -> None:
     """So are patterns that match two layers, on all ranks and before communication."""
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         pipeline(blocks(comm.size), comm, microbatches=2, loss=F.mse_loss, checkpoint=how)
 
 

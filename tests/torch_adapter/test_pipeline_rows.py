@@ -145,8 +145,8 @@ def test_a_layer_that_mixes_rows(comm: Any, make: Any, names: str) -> None:
 )
 def test_layers_that_do_not_mix_rows_pass(comm: Any, make: Any, shape: Any, options: Any) -> None:
     def model() -> Any:
-        made = make()
-        return [Attends(one) if isinstance(one, nn.MultiheadAttention) else one for one in made]
+        built = make()
+        return [Attends(one) if isinstance(one, nn.MultiheadAttention) else one for one in built]
 
     x, y = inputs(*shape), inputs(*shape, seed=2)
     loss = lambda output, target: mean_square(output, target.reshape(output.shape))  # noqa: E731
@@ -189,9 +189,9 @@ def test_an_input_as_long_as_the_batch_without_rows(comm: Any, stage: int) -> No
             warnings.simplefilter("always")
             loss = pipe.step((x, places), x)
             pipe.step((x, places), x)
-        told = [str(one.message) for one in caught if "not two together" in str(one.message)]
-        assert len(told) == (where == 0 and comm.rank == min(stage, comm.size - 1))
-        assert not told or f"pipeline: stage {comm.rank} (of " in told[0]
+        messages = [str(one.message) for one in caught if "not two together" in str(one.message)]
+        assert len(messages) == (where == 0 and comm.rank == min(stage, comm.size - 1))
+        assert not messages or f"pipeline: stage {comm.rank} (of " in messages[0]
         if where == "whole":
             torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
         pipe.close()
@@ -209,19 +209,21 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("make", [lambda: Drawn(), lambda: Alternates()], ids=["drawn", "alternates"])
 def test_a_check_leaves_no_trace(comm: Any, make: Any) -> None:
     """Random numbers, counters, buffers and hooks match the microbatches alone, even if the check decides nothing."""
-    found = []
+    results = []
     for weigh in ("rows", None):  # with "rows" there is no check
         model, calls = layers(make()), list[Tensor]()
         for one in model:
             one.register_forward_hook(lambda module, args, output, calls=calls: calls.append(output.detach().clone()))
         pipe = pipeline(model, comm, microbatches=2, loss=mean_square, weigh=weigh)
         torch.manual_seed(3)
-        told = [float(pipe.step(inputs(4, seed=4), inputs(4, seed=2))) for _ in range(3)]
+        messages = [float(pipe.step(inputs(4, seed=4), inputs(4, seed=2))) for _ in range(3)]
         state = {name: one.clone() for name, one in pipe.state_dict().items()}
         kept = [(one.count, list(one.seen)) for one in pipe.modules() if isinstance(one, Alternates)]
-        found.append((told, len(calls), sum(float(one.sum()) for one in calls), kept, float(torch.rand(())), state))
+        results.append(
+            (messages, len(calls), sum(float(one.sum()) for one in calls), kept, float(torch.rand(())), state)
+        )
         pipe.close()
-    (*first, before), (*second, after) = found
+    (*first, before), (*second, after) = results
     assert first == second
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
@@ -235,7 +237,7 @@ class Keeps(AuxiliaryLossModule):
 
     def forward(self, x: Tensor) -> Tensor:
         square, positive = x.square(), (x > 0).to(x.dtype)
-        made = {
+        model = {
             "mean": square.mean(),
             "sum": square.sum(),
             "both": square.mean() + square.sum(),
@@ -243,7 +245,7 @@ class Keeps(AuxiliaryLossModule):
         }
         if self.training or not self.in_training:
             for kind in self.kinds:
-                self.keep(0.1 * made[kind])
+                self.keep(0.1 * model[kind])
         return x
 
 

@@ -36,8 +36,8 @@ class Tied(nn.Module):
 
 def set_trains(model: nn.Module, name: str, trains: bool) -> None:
     """Freeze or unfreeze a parameter on ranks that have it."""
-    for found, parameter in model.named_parameters(remove_duplicate=False):
-        if found == name:
+    for result, parameter in model.named_parameters(remove_duplicate=False):
+        if result == name:
             parameter.requires_grad_(trains)
 
 

@@ -54,8 +54,8 @@ def test_layers_may_have_names_of_stages(comm: Any, schedule: Any) -> None:
     own = next(iter(pipe.state_dict()))
     del lacking[own]
     lacking["stage1.stage0.stage0.weight"] = torch.zeros(WIDTH, WIDTH)
-    found = pipe.load_state_dict(lacking, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == ([own], ["stage1.stage0.stage0.weight"])
+    result = pipe.load_state_dict(lacking, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == ([own], ["stage1.stage0.stage0.weight"])
     pipe.close()
 
 
@@ -206,16 +206,16 @@ def test_a_state_that_does_not_fit_one_stage_is_refused_by_all_before_a_weight_c
         (True, {**state, "other": torch.zeros(1)}, r"Unexpected key.*other"),
         (False, wrong, rf"(?s)size mismatch for {last}\.1\.running_var: .*{sizes}.*loss\.scale"),
     ):
-        said = ""
+        message = ""
         try:
             pipe.load_state_dict(given, strict=strict)
         except UsageError as error:
-            said = str(error)
-        assert len(set(comm.all_gather_object(said))) == 1
-        assert re.search(text, said)
+            message = str(error)
+        assert len(set(comm.all_gather_object(message))) == 1
+        assert re.search(text, message)
         assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
-    found = pipe.load_state_dict(lacking, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == ([f"{last}.0.bias"], [])
+    result = pipe.load_state_dict(lacking, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == ([f"{last}.0.bias"], [])
     assert not any(pipe.load_state_dict(pipe.state_dict()))  # the state of this rank's stages
     pipe.load_state_dict(state)
     for name, value in pipe.gather_state_dict().items():

@@ -153,10 +153,10 @@ def test_a_lost_gradient_is_named(comm: Any, monkeypatch: pytest.MonkeyPatch) ->
         return lambda values: {name: value.detach() for name, value in forward(values).items()}
 
     def broken(self: Any, counts: Any) -> Any:
-        found = cut(self, counts)
-        for part in found.parts:
+        result = cut(self, counts)
+        for part in result.parts:
             part.forward = detached(part.forward)
-        return found
+        return result
 
     monkeypatch.setattr(Layers, "cut", broken)
     x, y = batch()

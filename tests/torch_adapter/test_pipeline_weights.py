@@ -246,8 +246,8 @@ class Calls(nn.Module):
         self.hidden = [hidden]
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.hidden[0](x)
-        return found
+        result: Tensor = self.hidden[0](x)
+        return result
 
 
 @pytest.mark.ranks(min=2)

@@ -33,7 +33,7 @@ class Block(nn.Module):
         return out
 
 
-def made(kind: Any, plan: Any, axis: Any, *given: Any) -> Any:
+def build(kind: Any, plan: Any, axis: Any, *given: Any) -> Any:
     torch.manual_seed(0)
     return parallelize(kind(*given).double(), axis, plan)
 
@@ -54,7 +54,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_different_inputs_without_whole_weights_are_reported(comm: Any, case: str, late: int) -> None:
     """Regression: all weights were divided, so nothing was compared: losses were 0.2 and 2.4 on two ranks."""
-    model = made(Block, BLOCK, comm, 0.5 if case == "seeds" else 0.0)
+    model = build(Block, BLOCK, comm, 0.5 if case == "seeds" else 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 
     def train(step: int) -> None:
@@ -79,7 +79,7 @@ def test_different_attention_masks_are_reported(comm: Any) -> None:
     """Regression: heads of different ranks saw different tokens, and their outputs were summed."""
     if comm.size == 1:
         return
-    model = made(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
+    model = build(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
     x, mask = numbers(0, 2, 3, 4), torch.zeros(2, 3, dtype=torch.bool)
     mask[:, 2] = comm.rank > 0
     model(x, x, x, key_padding_mask=mask)[0].sum().backward()
@@ -91,7 +91,7 @@ def test_different_infinite_attention_masks_are_reported(comm: Any) -> None:
     """Regression: sums of infinities are NaN, so that nothing was compared, and numpy warned."""
     if comm.size == 1:
         return
-    model = made(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
+    model = build(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
     optimizer, x = torch.optim.SGD(model.parameters(), 0.0), numbers(0, 2, 3, 4)
     mask = torch.full((3, 3), -torch.inf, dtype=x.dtype).triu(1)
     with warnings.catch_warnings():
@@ -106,7 +106,7 @@ def test_different_infinite_attention_masks_are_reported(comm: Any) -> None:
 
 def test_nothing_is_recorded_between_comparisons(comm: Any) -> None:
     """Nothing is recorded in evaluation, nor more than a step needs."""
-    model = made(Block, BLOCK, comm)
+    model = build(Block, BLOCK, comm)
     optimizer, axis = torch.optim.SGD(model.parameters(), 0.01), model.up.axis
 
     def call() -> int:
@@ -116,11 +116,11 @@ def test_nothing_is_recorded_between_comparisons(comm: Any) -> None:
     each = 4 if comm.size > 1 else 0  # two inputs, and the gradients of two outputs
     with torch.no_grad():
         model(numbers(0, 3, 6))
-    found = []
+    results = []
     for _ in range(9):
-        found.append(call())
+        results.append(call())
         optimizer.step()
-    assert found == [each, each, 0, each, 0, 0, 0, each, 0]  # before steps 1, 2, 4, 8
+    assert results == [each, each, 0, each, 0, 0, 0, each, 0]  # before steps 1, 2, 4, 8
     assert [call() for _ in range(100)] == [0] * 100
     if comm.size > 1:
         axis.watch.on = True
@@ -144,8 +144,8 @@ def test_a_whole_sequence_is_refused_as_a_part(comm: Any) -> None:
     if comm.size == 1:
         return
     with pytest.raises(UsageError, match=r"all ranks of .* call the model with the same values.*shard_sequence"):
-        made(Part, SEQUENCE, comm)(numbers(0, 2, 6, 6))
-    model = made(Part, SEQUENCE, comm)
+        build(Part, SEQUENCE, comm)(numbers(0, 2, 6, 6))
+    model = build(Part, SEQUENCE, comm)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(numbers(comm.rank, 2, 3, 6)).square().sum().backward()
     optimizer.step()
@@ -156,7 +156,7 @@ def test_a_whole_sequence_is_refused_as_a_part(comm: Any) -> None:
 
 def test_equal_positions_are_accepted_as_a_part(comm: Any) -> None:
     """Padding, for example, does not show whether ranks have parts, even if only one rank has it."""
-    model = made(Part, SEQUENCE, comm)
+    model = build(Part, SEQUENCE, comm)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     uneven = numbers(comm.rank, 2, 3 + (comm.rank == 0), 6)
     same = torch.ones(2, 3, 6), numbers(0, 2, 1, 6).expand(2, 3, 6), numbers(comm.rank, 2, 3, 6) * comm.rank
@@ -182,7 +182,7 @@ def test_batches_of_plans_that_take_parts(comm: Any, way: str) -> None:
 def test_words_are_whole_if_the_model_divides_them(comm: Any) -> None:
     """If the sequence is divided after the embedding, all ranks have the same words."""
     plan: Any = {"0": Vocabulary(sequence=1), "1": Sequence(1), "2": Vocabulary(sequence=1, gather=True)}
-    model = made(lambda: nn.Sequential(nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 8)), plan, comm)
+    model = build(lambda: nn.Sequential(nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 8)), plan, comm)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     words = torch.arange(12).reshape(2, 6) % 8
 
@@ -203,8 +203,8 @@ def test_penalties_in_a_training_loop_use_whole_weights(comm: Any) -> None:
     model = parallelize(copy.deepcopy(plain), comm, {"": Column()})
 
     def orthogonal(weight: Tensor) -> Tensor:
-        found: Tensor = (weight @ weight.T).sub(1.0).square().sum().sqrt()
-        return found
+        result: Tensor = (weight @ weight.T).sub(1.0).square().sum().sqrt()
+        return result
 
     for penalty in (
         orthogonal(tp.gather(model.weight, comm)) + tp.reduce(model.weight.square().sum(), comm).sqrt(),

@@ -188,7 +188,7 @@ def test_recomputed_and_compiled(comm: Any, method: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"method": "star"}, "'star', expected 'ring' or 'all_to_all'"),
         ({"layout": "zigzag"}, "'zigzag', expected 'balanced' or 'contiguous'"),
@@ -198,9 +198,9 @@ def test_recomputed_and_compiled(comm: Any, method: Any) -> None:
     ],
     ids=str,
 )
-def test_wrong_arguments_are_refused(comm: Any, options: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_refused(comm: Any, options: dict[str, Any], text: str) -> None:
     x = own(drawn(2, 8, 4, 1), comm, "balanced")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         attention(x, x, x, comm, **options)
 
 

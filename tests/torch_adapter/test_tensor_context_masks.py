@@ -69,9 +69,9 @@ def compare(
     whole, factors = [x.requires_grad_() for x in whole], drawn(heads, values, 4, tokens)
     mask, key_mask = options.pop("mask", None), options.pop("key_mask", None)
     learns = mask is not None and mask.dtype is not torch.bool
-    told = {name: value for name, value in options.items() if name not in ("layout", "dropout_p", "seed")}
+    arguments = {name: value for name, value in options.items() if name not in ("layout", "dropout_p", "seed")}
     reference = mask.clone().requires_grad_() if learns else mask
-    weights = weights_of(whole[0], whole[1], mask=reference, key_mask=key_mask, **told)
+    weights = weights_of(whole[0], whole[1], mask=reference, key_mask=key_mask, **arguments)
     served = heads // kv
     out = (weights if kept is None else weights * kept) @ whole[2].repeat_interleave(served, 1)
     (out * factors).sum().backward()
@@ -108,9 +108,9 @@ def floats(*shape: int, seed: int = 6) -> Tensor:
 
 def padded() -> Tensor:
     """One example is padded on the left, as for generation, the other one on the right."""
-    found = torch.ones(BATCH, TOKENS, dtype=torch.bool)
-    found[0, :4] = found[1, 9:] = False
-    return found
+    result = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    result[0, :4] = result[1, 9:] = False
+    return result
 
 
 def least(mask: Tensor) -> Tensor:
@@ -180,8 +180,8 @@ def dropped(comm: Any, method: Any, rate: float, seed: int | None, tokens: int =
     q, k = drawn(HEADS, 6, 1, tokens), drawn(2, 6, 2, tokens)
     values = torch.eye(tokens, dtype=torch.float64).expand(BATCH, 2, -1, -1)
     mine = [own(x, comm) for x in (q, k, values)]
-    found = attention(mine[0], mine[1], mine[2], comm, method=method, dropout_p=rate, seed=seed)
-    return found / own(weights_of(q, k, scale=6**-0.5), comm)
+    result = attention(mine[0], mine[1], mine[2], comm, method=method, dropout_p=rate, seed=seed)
+    return result / own(weights_of(q, k, scale=6**-0.5), comm)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -267,7 +267,7 @@ def test_compiled_and_without_gradients(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"dropout_p": 1.0}, "dropout_p is 1.0"),
         ({"window": 4}, "sliding window of 4096"),
@@ -281,9 +281,9 @@ def test_compiled_and_without_gradients(comm: Any) -> None:
     ],
     ids=str,
 )
-def test_mismatched_options_are_refused(comm: Any, options: dict[str, Any], said: str) -> None:
+def test_mismatched_options_are_refused(comm: Any, options: dict[str, Any], text: str) -> None:
     x = own(drawn(2, 4, 1, 8), comm)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         attention(x, x, x, comm, **options)
     assert attention(x, x, x, comm).shape == x.shape
 

@@ -33,10 +33,10 @@ def test_a_sliding_window_and_padding(comm: Any) -> None:
         sliding_window: int | None = None, **_: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         window = None if sliding_window is None else (sliding_window - 1, 0)
-        found = ct.context.attention(
+        result = ct.context.attention(
             q, k, v, comm, causal=True, scale=scaling, window=window, dropout_p=dropout, **options
         )
-        return found.transpose(1, 2), None
+        return result.transpose(1, 2), None
 
     transformers.AttentionInterface.register("context", attend)
     divided = copy.deepcopy(plain)
@@ -53,8 +53,8 @@ def test_a_sliding_window_and_padding(comm: Any) -> None:
         loader = ct.context.SequenceLoader([{"input_ids": tokens, "labels": labels, "attention_mask": seen}], comm)
         (batch,) = loader
         options["key_mask"] = batch["attention_mask"].bool()
-        found = divided(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        total = F.cross_entropy(found.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        result = divided(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        total = F.cross_entropy(result.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
         loss = ct.context.loss_mean(total, (batch["labels"] != -100).sum(), comm)
         (
             loss / comm.size

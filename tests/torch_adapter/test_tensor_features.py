@@ -201,7 +201,7 @@ def test_features_after_linear_layers(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
-    ("column", "layer", "style", "said"),
+    ("column", "layer", "style", "text"),
     [
         (Column(parts=2), nn.BatchNorm2d(8), Sequence(1), "1 .* 2 fused parts"),
         (Column(), nn.BatchNorm2d(8), Sequence(2), r"1 has weights of dimension 1, and mixes all .*Sequence\(1\)"),
@@ -216,12 +216,12 @@ def test_features_after_linear_layers(comm: Any) -> None:
         (Column(), nn.LocalResponseNorm(2), Sequence(1), "mixes positions of a sequence"),
     ],
 )
-def test_mismatched_styles_are_refused(comm: Any, column: Any, layer: nn.Module, style: Any, said: str) -> None:
+def test_mismatched_styles_are_refused(comm: Any, column: Any, layer: nn.Module, style: Any, text: str) -> None:
     """A rank's weights must match its features."""
     model = between(copy.deepcopy(layer).double())
     before = copy.deepcopy(dict(model.state_dict()))
     plan = {"0": column, "2": Row(split=column.gather)} | ({} if style is None else {"1": style})
-    with pytest.raises(UsageError, match=f"(?s){said}"):
+    with pytest.raises(UsageError, match=f"(?s){text}"):
         parallelize(model, comm, plan, example=images())
     close(dict(model.state_dict()), before)
 

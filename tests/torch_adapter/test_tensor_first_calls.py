@@ -44,7 +44,7 @@ class Model(nn.Module):
         return self.forward(x)
 
 
-def made(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
+def build(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
     """Return a plain model and its divided copy."""
     torch.manual_seed(0)
     plain = Model(wrong).double()
@@ -57,9 +57,9 @@ def warned(comm: Any, *texts: str) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    said = [str(one.message) for one in caught if "plan" in str(one.message)]
-    assert len(said) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), said
-    for text, got in zip(texts, said, strict=False):
+    messages = [str(one.message) for one in caught if "plan" in str(one.message)]
+    assert len(messages) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), messages
+    for text, got in zip(texts, messages, strict=False):
         assert text in got
 
 
@@ -73,13 +73,13 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", AROUND)
 def test_a_call_that_bypasses_the_model_is_reported(comm: Any, way: str) -> None:
     """Regression: it was silently not checked."""
-    plain, model = made(comm)
+    plain, model = build(comm)
     with warned(comm, "of Model is not checked: up is called before the model itself"):
         torch.testing.assert_close(AROUND[way](model), AROUND[way](plain), rtol=0, atol=1e-12)
         AROUND[way](model)
     with warned(comm):  # the model itself is still checked
         model(X)
-    _, model = made(comm, "always")
+    _, model = build(comm, "always")
     with warned(comm, "not checked"):
         AROUND[way](model)
     if way != "a layer" and comm.size > 1:
@@ -90,7 +90,7 @@ def test_a_call_that_bypasses_the_model_is_reported(comm: Any, way: str) -> None
 @pytest.mark.parametrize("around", [*AROUND, "verify"])
 def test_calls_that_bypass_a_checked_model_are_reported(comm: Any, around: str) -> None:
     """Regression: layers returned parts to any caller, and only calls before the model's first one were reported."""
-    plain, model = made(comm, example=X) if around != "verify" else made(comm)
+    plain, model = build(comm, example=X) if around != "verify" else build(comm)
     if around == "verify":
         with warned(comm):
             verify(model, plain, comm, X)
@@ -106,7 +106,7 @@ def test_calls_that_bypass_a_checked_model_are_reported(comm: Any, around: str) 
 
 
 def test_calls_within_the_model_are_not_reported(comm: Any) -> None:
-    _, model = made(comm)
+    _, model = build(comm)
     with warned(comm):
         for part in (copy.deepcopy(model), model):
             for _ in range(2):
@@ -139,7 +139,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def test_a_call_of_another_kind_is_checked(comm: Any, kind: str, looked_at: str) -> None:
     """Regression: it took a different path from the checked one, and returned wrong numbers, or a part."""
     wrong, call = KINDS[kind]
-    plain, model = made(comm, wrong, **({"example": X} if looked_at == "example" else {}))
+    plain, model = build(comm, wrong, **({"example": X} if looked_at == "example" else {}))
     for _ in range(2):
         torch.testing.assert_close(model(X), plain(X), rtol=0, atol=1e-12)
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.Monke
     """Numbers, keyword order and disabled gradients do not make another kind."""
     looks: list[Any] = []
     monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
-    _, model = made(comm)
+    _, model = build(comm)
     gate = torch.rand(4, 5, 1).double()
     for at in range(3):
         model(X, gate=gate, how=at)
@@ -237,7 +237,7 @@ def test_paths_of_single_calls_are_checked(comm: Any, where: str, looked_at: str
 
 def test_too_many_kinds_of_calls_are_reported(comm: Any) -> None:
     """Each check runs the model again, so calls that always change are not checked for ever."""
-    _, model = made(comm)
+    _, model = build(comm)
     with warned(comm, "Model is called in more than 8 ways"):
         for at in range(11):
             model(X, how=f"number {at}")
@@ -245,7 +245,7 @@ def test_too_many_kinds_of_calls_are_reported(comm: Any) -> None:
 
 def test_a_model_evaluated_first_is_checked_when_it_trains(comm: Any) -> None:
     """Regression: only the first call was checked, which was of another kind."""
-    _, model = made(comm, "training")
+    _, model = build(comm, "training")
     for mode in (False, False, True, True, False):
         model.train(mode)
         if mode:  # refused again
@@ -459,7 +459,7 @@ def compiler() -> Iterator[None]:
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_compiled_model_is_checked(comm: Any, backend: str) -> None:
     """Regression: a model compiled before its first call was never checked."""
-    plain, model = made(comm)
+    plain, model = build(comm)
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
         for one in (plain, compiled):
@@ -469,7 +469,7 @@ def test_a_compiled_model_is_checked(comm: Any, backend: str) -> None:
         with pytest.raises(UsageError, match="softmax"):
             compiled(X, how=True)  # another kind of call
         with pytest.raises(UsageError, match="softmax"):
-            torch.compile(made(comm, "always")[1], backend=backend)(X)
+            torch.compile(build(comm, "always")[1], backend=backend)(X)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -477,7 +477,7 @@ def test_one_graph_is_refused(comm: Any) -> None:
     """Regression: the error gave advice for developers of the compiler."""
     if comm.size > 1:
         with pytest.raises(Exception, match="leave out fullgraph=True"):
-            torch.compile(made(comm, example=X)[1], backend="eager", fullgraph=True)(X)
+            torch.compile(build(comm, example=X)[1], backend="eager", fullgraph=True)(X)
 
 
 @pytest.mark.ranks(min=2)
@@ -490,9 +490,9 @@ def test_a_rank_that_fails_before_communication(comm: Any) -> None:
 
     model = Model()
     model.up.register_forward_hook(fail)
-    with pytest.raises((UsageError, MismatchError)) as told:
+    with pytest.raises((UsageError, MismatchError)) as error:
         parallelize(model.double(), comm, PLAN, example=X)
-    assert comm.rank or ("the sharded model fails" in str(told.value) and "of a part" in str(told.value))
+    assert comm.rank or ("the sharded model fails" in str(error.value) and "of a part" in str(error.value))
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))
 
 
@@ -509,14 +509,14 @@ def test_ranks_on_different_paths(comm: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X, how="tanh" if comm.rank else None)
-    said = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
-    assert len(said) == (comm.rank == 0), said
+    messages = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), messages
 
 
 @pytest.mark.ranks(min=2)
 def test_a_flag_given_on_one_rank_only(comm: Any) -> None:
     """The others continue without a check to their next call; the error names the call that is checked."""
-    _, model = made(comm)
+    _, model = build(comm)
     model(X)
     with pytest.raises(MismatchError) as caught:
         for _ in range(3):

@@ -17,7 +17,7 @@ from commlib.errors import UsageError
 from commlib.tensor_parallel import Column, Plan, Row, Vocabulary
 from commlib_torch.tensor import parallelize
 from tests.torch_adapter.pairs import Mlp, is_right
-from tests.torch_adapter.test_tensor_unknown import made, rows
+from tests.torch_adapter.test_tensor_unknown import build_model, rows
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
@@ -39,8 +39,8 @@ class Energy(nn.Module):
 
 def slope(h: Tensor) -> Tensor:
     """Return the gradient of a layer's elements, which have no graph if gradients are disabled."""
-    found: Tensor = torch.autograd.grad((h**3).sum(), h, create_graph=True)[0]
-    return found
+    result: Tensor = torch.autograd.grad((h**3).sum(), h, create_graph=True)[0]
+    return result
 
 
 class Saving(nn.Module):
@@ -80,7 +80,7 @@ def tp(comm: Any) -> Any:
 class TestGraphs:
     def test_an_earlier_graph(self, tp: Any) -> None:
         """Regression: an earlier loss in a variable broke later backwards: its graph expected the old shapes."""
-        model = made(Mlp, torch.tanh)
+        model = build_model(Mlp, torch.tanh)
         plain, heard = copy.deepcopy(model), list[torch.Size]()
         model.up.weight.register_hook(lambda gradient: heard.append(gradient.shape))
         before = model(rows())
@@ -94,7 +94,7 @@ class TestGraphs:
     @pytest.mark.parametrize("kind", ["energy", "slope"])
     def test_gradients_within_a_model(self, tp: Any, kind: str, way: str) -> None:
         """Regression: checks left graphs behind, or disabled gradients that the model needs."""
-        model = made(lambda _: Energy() if kind == "energy" else Mlp(slope), None)
+        model = build_model(lambda _: Energy() if kind == "energy" else Mlp(slope), None)
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -103,7 +103,7 @@ class TestGraphs:
             is_right(plain, model, rows())
 
     def test_checkpoints_that_support_only_backward(self, tp: Any) -> None:
-        model = made(lambda _: Saving(), None)
+        model = build_model(lambda _: Saving(), None)
         plain = copy.deepcopy(model)
         parallelize(model, tp, {"pair.up": Column(), "pair.down": Row()}, verify=rows())
         is_right(plain, model, rows())
@@ -111,7 +111,7 @@ class TestGraphs:
     @pytest.mark.parametrize("style", [Row(), Row(split=True), Row(sequence=1)], ids=str)
     def test_selective_checkpoints(self, tp: Any, style: Row) -> None:
         """Regression: they keep results of products, which a Row had summed in place, so that gradients were wrong."""
-        model = made(lambda _: Selective(), None)
+        model = build_model(lambda _: Selective(), None)
         plain, up = copy.deepcopy(model), Column(gather=style.split)
         parallelize(model, tp, {"up": up, "down": style, "last": Column(sequence=style.sequence, gather=True)})
         x, other = (rows().requires_grad_() for _ in range(2))
@@ -140,7 +140,7 @@ class TestRefused:
     @pytest.mark.parametrize("way", ["grad", "functional_call", "vmap"])
     @pytest.mark.parametrize("checked", [True, False])
     def test_transforms_of_functions(self, tp: Any, way: str, checked: bool) -> None:
-        model: Any = parallelize(made(Mlp, torch.tanh), tp, PLAN, example=rows() if checked else None)
+        model: Any = parallelize(build_model(Mlp, torch.tanh), tp, PLAN, example=rows() if checked else None)
 
         def of_weights(weights: Any) -> Any:
             return torch.func.functional_call(model, weights, (rows(),)).sum()
@@ -159,11 +159,11 @@ class TestRefused:
     def test_inference_mode(self, tp: Any) -> None:
         """Parameters divided in inference mode could not be trained, which only a later step reported."""
         with torch.inference_mode(), pytest.raises(UsageError, match=r"outside"):
-            parallelize(made(Mlp, torch.tanh), tp, PLAN, example=rows())
+            parallelize(build_model(Mlp, torch.tanh), tp, PLAN, example=rows())
 
     def test_a_lazy_layer(self, tp: Any) -> None:
         """Regression: torch's own error named neither the layer nor a remedy."""
-        model = made(Mlp, torch.tanh)
+        model = build_model(Mlp, torch.tanh)
         model.never = nn.LazyLinear(3)
         with pytest.raises(UsageError, match=r"parallelize: layer never \(LazyLinear\) is lazy: .* run the model once"):
             parallelize(model, tp, PLAN)

@@ -37,7 +37,7 @@ class Model(nn.Module):
         return self.down(self.goes(self.up(x), *args, **options))
 
 
-def made(comm: Any, goes: Callable[..., Tensor], **options: Any) -> tuple[Any, Any]:
+def build(comm: Any, goes: Callable[..., Tensor], **options: Any) -> tuple[Any, Any]:
     """Return a plain model and its divided copy."""
     torch.manual_seed(0)
     plain = Model(goes).double()
@@ -135,7 +135,7 @@ TWO: dict[str, Case] = {
 def test_kinds_of_calls_are_distinguished(comm: Any, name: str) -> None:
     """Regression: the second call silently gave a wrong result."""
     goes, right, wrong = TWO[name]
-    plain, model = made(comm, goes)
+    plain, model = build(comm, goes)
     for _ in range(2):
         torch.testing.assert_close(model(X, right), plain(X, right), rtol=0, atol=1e-12)
     with pytest.raises(UsageError):
@@ -165,7 +165,7 @@ DIMENSIONS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", DIMENSIONS)
 def test_another_dimension_is_another_kind(comm: Any, name: str, looked_at: str) -> None:
     """Regression: the same operations ran in a call without gradients, along the divided dimension."""
-    plain, model = made(comm, DIMENSIONS[name], **({"example": X} if looked_at == "example" else {}))
+    plain, model = build(comm, DIMENSIONS[name], **({"example": X} if looked_at == "example" else {}))
     torch.testing.assert_close(model(X), plain(X), rtol=0, atol=1e-12)
     for context in (torch.no_grad, torch.inference_mode):
         with context(), pytest.raises(UsageError):
@@ -186,7 +186,7 @@ def test_an_equal_path_is_not_checked_again(comm: Any, monkeypatch: pytest.Monke
         h = F.gelu(h).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(0, 1)
         return h[:, :-1].unflatten(0, (-1, h.shape[0] // 4)).transpose(1, 2).flatten(2)
 
-    _, model = made(comm, goes)
+    _, model = build(comm, goes)
     model(X)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
@@ -196,7 +196,7 @@ def test_an_equal_path_is_not_checked_again(comm: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.ranks(min=2)
 def test_autocast_dtypes_are_distinguished(comm: Any) -> None:
-    _, model = made(comm, lambda h: h.softmax(-1) if h.dtype == torch.float16 else F.gelu(h))
+    _, model = build(comm, lambda h: h.softmax(-1) if h.dtype == torch.float16 else F.gelu(h))
     model.float()
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype), pytest.raises(UsageError) if dtype == torch.float16 else nullcontext():
@@ -205,7 +205,7 @@ def test_autocast_dtypes_are_distinguished(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_anomaly_detection_is_distinguished(comm: Any) -> None:
-    _, model = made(comm, lambda h: h.softmax(-1) if torch.is_anomaly_enabled() else F.gelu(h))
+    _, model = build(comm, lambda h: h.softmax(-1) if torch.is_anomaly_enabled() else F.gelu(h))
     model(X)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -220,7 +220,7 @@ class Late(nn.Module):
 
 @pytest.mark.ranks(min=2)
 def test_the_mode_of_a_module_added_later(comm: Any) -> None:
-    _, model = made(comm, nn.Tanh())
+    _, model = build(comm, nn.Tanh())
     model(X)
     model.goes = Late()
     model(X)
@@ -278,7 +278,7 @@ def _list() -> Any:
 @pytest.mark.parametrize("given", [_tree, _deep, _list])
 def test_a_cyclic_or_deep_argument(comm: Any, given: Any) -> None:
     """Regression: it raised RecursionError."""
-    plain, model = made(comm, lambda h, given: F.gelu(h))
+    plain, model = build(comm, lambda h, given: F.gelu(h))
     torch.testing.assert_close(model(X, given()), plain(X, given()), rtol=0, atol=1e-12)
 
 
@@ -299,7 +299,7 @@ def test_objects_that_change_with_each_call_are_one_kind(comm: Any, monkeypatch:
     """A check in each step of a loop, and then a warning, would help nobody."""
     looks: list[Any] = []
     monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
-    _, model = made(comm, lambda h, *given, **options: options["cache"].update(h) if options["cache"] else h)
+    _, model = build(comm, lambda h, *given, **options: options["cache"].update(h) if options["cache"] else h)
     losses: list[float] = []
     cache = Cache(["a"])
     for step in range(12):

@@ -35,9 +35,9 @@ def test_convolutions(tp, dims, mode):
         first = conv(3, 7, 3, padding=1, stride=2, padding_mode=mode)
         return nn.Sequential(OrderedDict(up=first, act=nn.GELU(), down=conv(7, 5, 2, dilation=2 if dims == 1 else 1)))
 
-    found = pair(tp, make, {"up": Column(), "down": Row()})
-    check(tp, found, random(2, 3, *(9,) * dims))
-    check(tp, found, random(3, *(9,) * dims))  # without a batch
+    models = pair(tp, make, {"up": Column(), "down": Row()})
+    check(tp, models, random(2, 3, *(9,) * dims))
+    check(tp, models, random(3, *(9,) * dims))  # without a batch
 
 
 def test_separate_convolutions(tp):
@@ -96,10 +96,10 @@ def test_norms_on_shards_of_a_sequence(tp, norm, dim):
         "norm": Sequence(dim), "up": Column(sequence=dim), "act": Sequence(-1), "down": Row(sequence=dim),
         "last": Sequence(dim - 3),
     }  # fmt: skip
-    found = pair(tp, lambda: Block(norm), plan)
+    models = pair(tp, lambda: Block(norm), plan)
     for length in (7, 3):
-        check(tp, found, random(length, length, 6), shards=dim, part=own_head(tp, dim))
-    again = Pair(found.plain, copy.deepcopy(found.divided))
+        check(tp, models, random(length, length, 6), shards=dim, part=own_head(tp, dim))
+    again = Pair(models.plain, copy.deepcopy(models.divided))
     check(tp, again, random(7, 7, 6), shards=dim, part=own_head(tp, dim))
 
 
@@ -113,18 +113,18 @@ def test_a_norm_reduces_its_weights_once(tp, monkeypatch):
         return plain(self, x, *args, **kwargs)
 
     for options, expected in (({}, 1), ({"elementwise_affine": False}, 0)):
-        found = pair(tp, partial(nn.LayerNorm, 5, **options), {"": Sequence(0)})
+        models = pair(tp, partial(nn.LayerNorm, 5, **options), {"": Sequence(0)})
         with monkeypatch.context() as patch:
             patch.setattr(commlib.Communicator, "all_reduce", counting)
-            check(tp, found, random(9, 5), shards=0, part=own_head(tp, 0))
+            check(tp, models, random(9, 5), shards=0, part=own_head(tp, 0))
         assert len(calls) == expected * (tp.size > 1)
         calls.clear()
 
 
 def test_second_gradients_through_a_norm(tp):
-    found = pair(tp, Block, IN_SEQUENCE)
+    models = pair(tp, Block, IN_SEQUENCE)
     gradients: list[Any] = []
-    for model, x in ((found.plain, random(2, 5, 6)), (found.divided, own_head(tp, 1)(random(2, 5, 6)))):
+    for model, x in ((models.plain, random(2, 5, 6)), (models.divided, own_head(tp, 1)(random(2, 5, 6)))):
         x = x.detach().clone().requires_grad_()
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         first.square().sum().backward()
@@ -145,13 +145,13 @@ class Shared(nn.Module):
 
 def test_a_whole_layer_into_divided_ones(tp):
     plan: Plan = {"q": Column(), "k": Replicate(into_sharded=True), "out": Row()}
-    found = pair(tp, Shared, plan)
+    models = pair(tp, Shared, plan)
     whole, own = (random(4, 6).requires_grad_() for _ in range(2))
-    expected, got = found.plain(whole), found.divided(own)
+    expected, got = models.plain(whole), models.divided(own)
     assert_equal(got, expected)
     expected.square().sum().backward()
     got.square().sum().backward()
-    assert_equal(found.divided.k.weight.grad, found.plain.k.weight.grad)
+    assert_equal(models.divided.k.weight.grad, models.plain.k.weight.grad)
     # k has the same input on every rank, and a whole gradient, which must not be summed again.
     assert_equal(own.grad, whole.grad)
 
@@ -165,8 +165,8 @@ def test_mismatched_layers_are_refused(tp):
         (nn.Conv1d(4, 4, 1, groups=2), {"": Column()}, "groups=2"),
         (nn.Bilinear(2, 2, 2), {"": Column()}, "Bilinear"),
     ]
-    for model, plan, said in cases:
-        with pytest.raises(UsageError, match=said):
+    for model, plan, text in cases:
+        with pytest.raises(UsageError, match=text):
             parallelize(model, tp, plan)
     norm = parallelize(nn.LayerNorm(4), tp, {"": Sequence(1)})
     with pytest.raises(UsageError, match="takes no value sharded"):
@@ -196,10 +196,10 @@ def test_an_input_that_requires_a_gradient_later(tp):
 
 def test_inference_mode(tp):
     """Tensors of inference mode have no version counter."""
-    found = pair(tp, Block, IN_SEQUENCE)
+    models = pair(tp, Block, IN_SEQUENCE)
     with torch.inference_mode():
         x = random(2, 5, 6)
-        assert_equal(found.divided(own_head(tp, 1)(x)), own_head(tp, 1)(found.plain(x)))
+        assert_equal(models.divided(own_head(tp, 1)(x)), own_head(tp, 1)(models.plain(x)))
 
 
 def test_autocast(tp):

@@ -48,15 +48,15 @@ def close(got: Any, expected: Any) -> None:
 
 def compare(divided: nn.Module, plain: nn.Module, x: Tensor, *, second: bool = False) -> None:
     """Compare outputs, gradients of inputs and weights, and those of a penalty on the inputs' gradients."""
-    found = []
+    results = []
     for model in (divided, plain):
         given = x.clone().requires_grad_()
         out = model(given)
         loss = out.pow(2).sum()
         (first,) = torch.autograd.grad(loss, given, create_graph=second, retain_graph=True)
         (loss + first.pow(2).sum() if second else loss).backward()
-        found.append((out, first, given.grad))
-    close(found[0], found[1])
+        results.append((out, first, given.grad))
+    close(results[0], results[1])
     for (name, got), expected in zip(divided.named_parameters(), plain.parameters(), strict=True):
         shard = shard_of(got)
         whole = expected.grad
@@ -296,9 +296,9 @@ def test_codec(comm: Any) -> None:
     ],
 )
 def test_wrong_plans(comm: Any, plan: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as told:
+    with pytest.raises(error) as caught:
         parallelize(make(), comm, plan)
-    assert text in str(told.value)
+    assert text in str(caught.value)
 
 
 @pytest.mark.ranks(min=2)

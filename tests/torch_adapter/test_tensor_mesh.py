@@ -128,10 +128,10 @@ def test_stages(comm: Any, schedule: Any, traced: bool) -> None:
     optimizer, losses = trained(pipe, 3)
     whole, expected = alone(3)
     close(losses, expected)
-    found = {name.removeprefix("layers."): value for name, value in pipe.gather_state_dict().items()}
-    close(found, whole.state_dict())
+    result = {name.removeprefix("layers."): value for name, value in pipe.gather_state_dict().items()}
+    close(result, whole.state_dict())
     again = pipeline(model(), mesh["pp"], schedule="gpipe", microbatches=2, loss=F.mse_loss)  # not divided
-    again.load_state_dict(found)
+    again.load_state_dict(result)
     other = torch.optim.AdamW(again.parameters(), 0.01)
     state = pipe.gather_optimizer_state(optimizer)
     if not traced:
@@ -232,9 +232,9 @@ def test_optimizers_that_need_whole_weights_are_refused(comm: Any, kind: str, wr
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        found = F.mse_loss(divided(x), y)
-        found.backward()
-        return found
+        result = F.mse_loss(divided(x), y)
+        result.backward()
+        return result
 
     def step(of: Any) -> None:
         of.step(loss) if kind == "LBFGS" else of.step()

@@ -27,8 +27,8 @@ def shard(x: Tensor, comm: Any, dim: int) -> Tensor:
 
 def gradient(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Differentiate a loss whose gradient depends on `out`, so that a second one exists."""
-    found: Tensor = torch.autograd.grad((out.pow(3) * weight).sum(), x, create_graph=True)[0]
-    return found
+    result: Tensor = torch.autograd.grad((out.pow(3) * weight).sum(), x, create_graph=True)[0]
+    return result
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -72,8 +72,8 @@ def test_scatter_and_gather(comm: Any, dim: int) -> None:
 def test_a_partial_gather_sums_gradients(comm: Any, dim: int) -> None:
     own = shard(whole(), comm, dim).clone().requires_grad_()
     weights = [whole(rank + 1) for rank in range(comm.size)]
-    found = gradient(gather(own, comm, dim, partial=True), own, weights[comm.rank])
-    close(found, shard(3 * whole().square() * sum(weights, torch.zeros(())), comm, dim))
+    result = gradient(gather(own, comm, dim, partial=True), own, weights[comm.rank])
+    close(result, shard(3 * whole().square() * sum(weights, torch.zeros(())), comm, dim))
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -90,9 +90,9 @@ def test_all_to_all(comm: Any, divide: int, join: int) -> None:
     own = shard(whole(), comm, join).clone().requires_grad_()
     out = all_to_all(own, comm, divide, join)
     close(out, shard(whole(), comm, divide))
-    found = gradient(out, own, shard(whole(3), comm, divide))
-    close(found, shard(3 * whole().square() * whole(3), comm, join))
-    twice = torch.autograd.grad(found.sum(), own)[0]
+    result = gradient(out, own, shard(whole(3), comm, divide))
+    close(result, shard(3 * whole().square() * whole(3), comm, join))
+    twice = torch.autograd.grad(result.sum(), own)[0]
     close(twice, shard(6 * whole() * whole(3), comm, join))
 
 

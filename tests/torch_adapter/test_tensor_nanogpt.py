@@ -92,11 +92,11 @@ def trains_alike(model: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("flash", [True, False])
 def test_auto_reports_lines_that_keep_attention_whole(comm: Any, flash: bool) -> None:
     """Regression: it reported `split`, which needs no change, and not the line that does."""
-    plain, said = Block(Attention, flash), [""]
+    plain, reports = Block(Attention, flash), [""]
     model = copy.deepcopy(plain)
-    parallelize(model, comm, "auto", example=rows(), report=lambda table: said.append(table))
+    parallelize(model, comm, "auto", example=rows(), report=lambda table: reports.append(table))
     if comm.rank == 0:
-        row = reason(said[-1], "attn.c_attn")
+        row = reason(reports[-1], "attn.c_attn")
         lines = re.findall(r"view in attn, \S*test_tensor_nanogpt.py:(\d+) requests the shape (\[[^]]*\])", row)
         assert [shape for _, shape in lines] == [*["[2, 5, 4, 4]"] * 3, "[2, 5, 16]"], row
         assert len({line for line, _ in lines}) == 4, row

@@ -96,13 +96,13 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", ["up", pytest.param("down", marks=pytest.mark.long)])
-@pytest.mark.parametrize("said", WAYS)
-def test_later_additions_are_refused_by_name(comm: Any, said: str, name: str) -> None:
+@pytest.mark.parametrize("text", WAYS)
+def test_later_additions_are_refused_by_name(comm: Any, text: str, name: str) -> None:
     """Regression: after the first call sizes did not match, or weights silently differed among ranks."""
     model = parallelize(MLP(), comm, PLAN)
     model(random(3, 6)).sum().backward()
-    setattr(model, name, WAYS[said](getattr(model, name)))
-    with pytest.raises(UsageError, match=f"^{said}.* was added after the model was sharded: .* Add it before"):
+    setattr(model, name, WAYS[text](getattr(model, name)))
+    with pytest.raises(UsageError, match=f"^{text}.* was added after the model was sharded: .* Add it before"):
         model(random(3, 6))
 
 

@@ -80,9 +80,9 @@ def test_batches_are_divided(comm: Any, layout: str, reads: str) -> None:
         for seed in (1, 2)
     ]
     given = batches if reads == "all" or comm.rank == 0 else None
-    found = list(cp.SequenceLoader(given, comm, layout=layout, reads=reads, whole=["name"]))
-    assert len(found) == 2
-    for batch, own in zip(batches, found, strict=True):
+    results = list(cp.SequenceLoader(given, comm, layout=layout, reads=reads, whole=["name"]))
+    assert len(results) == 2
+    for batch, own in zip(batches, results, strict=True):
         at, whole = places(comm, 9, layout), batch["input_ids"]
         assert isinstance(whole, Tensor)
         shifted = torch.cat((whole[:, 1:], torch.full((2, 1), -100)), 1)
@@ -116,7 +116,7 @@ def test_labels_may_be_given(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "said"),
+    ("batch", "options", "text"),
     [
         ({"x": torch.zeros(2, 4)}, {}, "expected 'input_ids'"),
         ({"input_ids": torch.zeros(2, 4), "mask": torch.zeros(2, 5)}, {}, "'mask' has shape"),
@@ -129,8 +129,8 @@ def test_labels_may_be_given(comm: Any) -> None:
     ],
     ids=str,
 )
-def test_mismatched_batches_are_refused(comm: Any, batch: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_mismatched_batches_are_refused(comm: Any, batch: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
         list(cp.SequenceLoader([batch], comm, **options))
 
 
@@ -177,8 +177,8 @@ def test_another_rank_cannot_read(comm: Any) -> None:
         (Closed(), OSError, "no such file"),
         ([ids(8), {"words": ids(8)}], UsageError, "expected 'input_ids'"),
     ]
-    for bad, kind, said in batches:
-        with pytest.raises(kind if is_last else PeerError, match=said):
+    for bad, kind, text in batches:
+        with pytest.raises(kind if is_last else PeerError, match=text):
             list(cp.SequenceLoader(bad if is_last else [ids(8)] * 2, comm))
     with pytest.raises(UsageError if is_last else MismatchError, match="has no batches"):
         cp.SequenceLoader(None if is_last else [ids(8)], comm)
@@ -220,8 +220,8 @@ class Model(nn.Module):
         x = self.tokens(tokens) + self.places(places)
         q = self.q(x).unflatten(-1, (4, 2)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (4, 2)).transpose(1, 2).chunk(2, 1)
-        found: Tensor = self.out(x + attend(q, k, v).transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.out(x + attend(q, k, v).transpose(1, 2).flatten(2))
+        return result
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])

@@ -184,8 +184,8 @@ class Language(nn.Module):
         self.table, self.block, self.head, self.into = nn.Linear(5, 8), Block(), nn.Linear(8, 11), into
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.block(self.into(self.table(x))))
-        return found
+        result: Tensor = self.head(self.block(self.into(self.table(x))))
+        return result
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def test_compiled_models(mesh, tp, backend, sequence):
     target = torch.arange(12).reshape(2, 6) % 11
     for step in range(4):
         model.train(step < 3)
-        found: list[list[Any]] = []
+        results: list[list[Any]] = []
         for called in (model, compiled):
             streams.seed(mesh, step)
             model.zero_grad()
             x = random(2, 6, 5, seed=step).requires_grad_()
             loss = vocabulary_cross_entropy(called(x), target, tp)
             loss.backward()
-            found.append([loss.detach(), x.grad, *(p.grad for p in model.parameters())])
-        for got, expected in zip(found[1], found[0], strict=True):
+            results.append([loss.detach(), x.grad, *(p.grad for p in model.parameters())])
+        for got, expected in zip(results[1], results[0], strict=True):
             assert_equal(got, expected)
     torch.compiler.reset()

@@ -47,7 +47,7 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).reshape(batch, tokens, self.heads * self.width))
 
 
-def made(kind: Any, *args: Any) -> Any:
+def build(kind: Any, *args: Any) -> Any:
     torch.manual_seed(3)
     return kind(*args).double()
 
@@ -71,7 +71,7 @@ class TestOperations:
             first = torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1
             return h.masked_fill(first.unsqueeze(-1), 0.0)
 
-        model = made(Two, begins)
+        model = build(Two, begins)
         plain = copy.deepcopy(model)
         parallelize(model, tp, "auto", example=rows(), report=str)
         assert isinstance(model.first.up.style, Column)
@@ -80,13 +80,13 @@ class TestOperations:
     @pytest.mark.parametrize("how", ["verify", "example"])
     def test_the_dtype_of_a_part(self, tp: Any, how: str) -> None:
         """A value cast to the dtype of a part is not a part."""
-        model = made(Mlp, lambda h: F.prelu(h, torch.tensor([0.1]).to(h)))
+        model = build(Mlp, lambda h: F.prelu(h, torch.tensor([0.1]).to(h)))
         plain = copy.deepcopy(model)
         parallelize(model, tp, PLAN, **given(how))
         is_right(plain, model, rows())
 
     def test_features_one_by_one(self, tp: Any) -> None:
-        model = made(Two, lambda h: torch.stack(h.unbind(-1)[::-1], -1))
+        model = build(Two, lambda h: torch.stack(h.unbind(-1)[::-1], -1))
         plain = copy.deepcopy(model)
         parallelize(model, tp, "auto", example=rows(), report=str)
         assert not hasattr(model.first.up, "style") and isinstance(model.last.up.style, Column)
@@ -132,7 +132,7 @@ class TestFused:
     @pytest.mark.parametrize("name", FUSED)
     def test_are_divided_part_by_part(self, tp: Any, name: str, how: str) -> None:
         function, width = FUSED[name]
-        model = made(Mlp, function, width)
+        model = build(Mlp, function, width)
         plain, units = copy.deepcopy(model), 6 if name == "heads" else 0
         plan: Any = {"up": Column(width // 12, units), "down": Row(units=units)}
         if how == "auto":
@@ -146,8 +146,8 @@ class TestFused:
     def test_need_parts(self, tp: Any) -> None:
         for function, width in FUSED.values():
             with pytest.raises(UsageError, match=r"give it Column\(parts="):
-                parallelize(made(Mlp, function, width), tp, PLAN, example=rows())
-        whole = made(Mlp, lambda h: h[..., :12] + h[..., 12:], 24)  # only the whole model has them
+                parallelize(build(Mlp, function, width), tp, PLAN, example=rows())
+        whole = build(Mlp, lambda h: h[..., :12] + h[..., 12:], 24)  # only the whole model has them
         with pytest.raises(UsageError):
             parallelize(whole, tp, {"up": Column(2), "down": Row()})(rows())
 
@@ -171,20 +171,20 @@ class TestChoices:
     @pytest.mark.parametrize("name", CHOICES)
     @pytest.mark.parametrize("how", ["first call", "example", pytest.param("verify", marks=pytest.mark.long)])
     def test_warn(self, tp: Any, how: str, name: str) -> None:
-        model = made(Mlp, CHOICES[name])
+        model = build(Mlp, CHOICES[name])
         plain = copy.deepcopy(model)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, tp, PLAN, **given(how))
             is_right(plain, model, rows())
-        told = re.findall(
+        messages = re.findall(
             r"test_tensor_traced_models\.py:\d+: Python numbers", "".join(f"{one.message}" for one in caught)
         )
-        assert bool(told) == (tp.rank == 0), caught
+        assert bool(messages) == (tp.rank == 0), caught
 
     @pytest.mark.parametrize("how", ["first call", "example", "verify"])
     def test_conditions_on_whole_tensors_do_not_warn(self, tp: Any, how: str) -> None:
-        model = nn.Sequential(made(Mlp, torch.relu), Chooses()).double()
+        model = nn.Sequential(build(Mlp, torch.relu), Chooses()).double()
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

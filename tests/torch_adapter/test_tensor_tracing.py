@@ -33,10 +33,10 @@ def test_operations_are_traced(run):
             return run(x)
 
     x = torch.rand(6, 4, generator=torch.Generator().manual_seed(4))
-    found, error = try_trace(Runs(), (x,), {})
+    graph, error = try_trace(Runs(), (x,), {})
     assert error is None
-    assert found.shapes[found.outputs[0]] == tuple(run(x.clone()).shape)
-    assert all(step.kind != "unseen" for step in found.steps)
+    assert graph.shapes[graph.outputs[0]] == tuple(run(x.clone()).shape)
+    assert all(step.kind != "unseen" for step in graph.steps)
 
 
 def operations():
@@ -95,8 +95,8 @@ def test_equations_match_the_operations(name):
 
     draws = torch.Generator().manual_seed(1)
     inputs = [torch.rand(shape, generator=draws, dtype=torch.float64) for shape in shapes]
-    found, error = try_trace(Runs(), inputs, {})
+    graph, error = try_trace(Runs(), inputs, {})
     assert error is None
-    (equation,) = (step.equation for step in found.steps if step.equation is not None)
+    (equation,) = (step.equation for step in graph.steps if step.equation is not None)
     assert equation is not None
     holds(equation, lambda *arrays: run(*map(torch.from_numpy, arrays)).numpy(), *(x.numpy() for x in inputs))

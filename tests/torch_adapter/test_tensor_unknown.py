@@ -173,7 +173,7 @@ def tp(comm: Any) -> Any:
     return commlib.Mesh(tp=comm.size)["tp"]
 
 
-def made(kind: Any, function: Any) -> Any:
+def build_model(kind: Any, function: Any) -> Any:
     torch.manual_seed(3)
     return kind(function).double()
 
@@ -192,19 +192,19 @@ EVERY = [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for
 class TestWrong:
     @pytest.mark.parametrize("name", EVERY)
     def test_auto_leaves_the_pair_whole(self, tp: Any, name: str) -> None:
-        said: list[str] = []
-        model = made(Two, WRONG[name])
+        reports: list[str] = []
+        model = build_model(Two, WRONG[name])
         plain = copy.deepcopy(model)
-        parallelize(model, tp, "auto", example=rows(), report=said.append)
+        parallelize(model, tp, "auto", example=rows(), report=reports.append)
         assert {name for name, module in model.named_modules() if hasattr(module, "style")} == {"last.up", "last.down"}
         if tp.rank == 0:
-            assert "test_tensor_unknown.py:" in reason(said[0], "first.up"), said[0]
+            assert "test_tensor_unknown.py:" in reason(reports[0], "first.up"), reports[0]
         is_right(plain, model, rows())
 
     @pytest.mark.parametrize("name", EVERY)
     def test_own_plans_are_refused(self, tp: Any, name: str) -> None:
         """With example= it is refused before anything is divided, otherwise at the first call."""
-        model = made(Mlp, WRONG[name])
+        model = build_model(Mlp, WRONG[name])
         with pytest.raises(UsageError, match=r"test_tensor_unknown\.py:\d+"):
             parallelize(model, tp, PLAN, example=rows())
         assert not any(hasattr(module, "style") for module in model.modules())
@@ -218,7 +218,7 @@ class TestRight:
     @pytest.mark.parametrize("way", ["example", pytest.param("verify", marks=pytest.mark.long), "first call"])
     @pytest.mark.parametrize("name", [name for name in RIGHT if name != "a condition"])  # one bit proves nothing
     def test_valid_operations_pass_without_a_warning(self, tp: Any, name: str, way: str) -> None:
-        model = made(Mlp, RIGHT[name])
+        model = build_model(Mlp, RIGHT[name])
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -228,14 +228,14 @@ class TestRight:
 
     @pytest.mark.parametrize("name", RIGHT)
     def test_auto_divides_valid_operations_correctly(self, tp: Any, name: str) -> None:
-        model = made(Two, RIGHT[name])
+        model = build_model(Two, RIGHT[name])
         plain = copy.deepcopy(model)
         parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
         is_right(plain, model, rows())
 
     @pytest.mark.parametrize("way", ["example", "first call", "auto"])
     def test_pooling_of_images(self, tp: Any, way: str) -> None:
-        model = made(lambda _: Images(), None)
+        model = build_model(lambda _: Images(), None)
         plain, x = copy.deepcopy(model), rows()[None, :3].repeat(2, 1, 1, 1)
         options: dict[str, Any] = {} if way == "first call" else {"example": x, "report": lambda table: None}
         with warnings.catch_warnings():
@@ -247,7 +247,7 @@ class TestRight:
     @pytest.mark.parametrize("way", ["example", "first call"])
     def test_choices_in_low_precision(self, tp: Any, way: str) -> None:
         """Rounding selects another expert for some words, and so changes all later numbers."""
-        model = made(lambda _: Picking(), None).bfloat16()
+        model = build_model(lambda _: Picking(), None).bfloat16()
         x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -262,8 +262,8 @@ class TestRight:
         def total(x: Tensor) -> Any:
             return reduce(x, tp) if verb == "moves" else commlib_torch.all_reduce(x.detach(), ranks=tp)
 
-        model = made(Mlp, lambda h: h / total(h.square().sum(-1, keepdim=True)).sqrt())
-        plain = made(Mlp, lambda h: h / h.square().sum(-1, keepdim=True).sqrt())
+        model = build_model(Mlp, lambda h: h / total(h.square().sum(-1, keepdim=True)).sqrt())
+        plain = build_model(Mlp, lambda h: h / h.square().sum(-1, keepdim=True).sqrt())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             parallelize(model, tp, PLAN)
@@ -283,7 +283,7 @@ class TestRight:
                 x += self.down(self.up(x).relu())
                 return x.mul_(2)
 
-        model = made(lambda _: Written(), None)
+        model = build_model(lambda _: Written(), None)
         plain = copy.deepcopy(model)
         options: dict[str, Any] = {} if way == "first call" else {"example": rows(), "report": lambda table: None}
         parallelize(model, tp, "auto" if way == "auto" else PLAN, **options)
@@ -292,7 +292,7 @@ class TestRight:
         assert hasattr(model.up, "style")
 
     def test_random_numbers_and_dropout(self, tp: Any) -> None:
-        model = made(Mlp, lambda h: torch.special.bessel_j0(h))
+        model = build_model(Mlp, lambda h: torch.special.bessel_j0(h))
         model.down = nn.Sequential(nn.Dropout(0.5), model.down)
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
@@ -308,7 +308,7 @@ class TestGradientsOfFunctions:
 
     @pytest.mark.parametrize("name", WRONG_BACKWARD)
     def test_wrong_ones_are_refused(self, tp: Any, name: str) -> None:
-        model = made(Mlp, WRONG_BACKWARD[name])
+        model = build_model(Mlp, WRONG_BACKWARD[name])
         with pytest.raises(UsageError, match=r"Back|Gated"):
             parallelize(model, tp, PLAN, example=rows())
         divided = parallelize(model, tp, PLAN)
@@ -324,7 +324,7 @@ class TestGradientsOfFunctions:
                                         schema="(Tensor x) -> Tensor")  # fmt: skip
         for gradient in (lambda _, gradient: gradient * 2, lambda _, gradient: Back.backward(None, gradient)):
             torch.library.register_autograd(twice, gradient)
-            plain = made(Mlp, lambda h: twice(h))
+            plain = build_model(Mlp, lambda h: twice(h))
             divided = parallelize(copy.deepcopy(plain), tp, PLAN)
             if gradient(None, torch.ones(2))[0] == 2:
                 is_right(plain, divided, rows())
@@ -335,7 +335,7 @@ class TestGradientsOfFunctions:
     @pytest.mark.parametrize("way", ["first call", "example", "auto"])
     @pytest.mark.parametrize("name", RIGHT_BACKWARD)
     def test_valid_functions_pass_silently(self, tp: Any, name: str, way: str) -> None:
-        model = made(Two, RIGHT_BACKWARD[name])
+        model = build_model(Two, RIGHT_BACKWARD[name])
         plain = copy.deepcopy(model)
         options: dict[str, Any] = {} if way == "first call" else {"example": rows(), "report": lambda table: None}
         with warnings.catch_warnings():
@@ -376,7 +376,7 @@ def test_functions_of_all_hidden_features_are_no_activations(tp: Any) -> None:
 @pytest.mark.parametrize("name", ["fft", "length"])
 def test_pipelines_compare_an_example(comm: Any, name: str) -> None:
     mesh = commlib.Mesh(pp=1, tp=comm.size)
-    model = made(lambda _: nn.Sequential(nn.Linear(8, 12), Applied(WRONG[name]), nn.Linear(12, 8)), None)
+    model = build_model(lambda _: nn.Sequential(nn.Linear(8, 12), Applied(WRONG[name]), nn.Linear(12, 8)), None)
     parallelize(model, mesh["tp"], {"0": Column(), "2": Row()})
     with pytest.raises(UsageError, match=r"differs from the unsharded model's"):
         commlib_torch.pipeline(model, mesh["pp"], loss=nn.MSELoss(), microbatches=2, example=rows())
@@ -385,7 +385,7 @@ def test_pipelines_compare_an_example(comm: Any, name: str) -> None:
 @pytest.mark.ranks(min=2, max=3)
 def test_different_batches_are_refused(tp: Any) -> None:
     """Regression: each rank combined its own batch with the other ranks' parts of theirs."""
-    model = parallelize(made(Mlp, torch.relu), tp, PLAN)
+    model = parallelize(build_model(Mlp, torch.relu), tp, PLAN)
     with pytest.warns(UserWarning, match="the same batch") if tp.rank == 0 else nullcontext():
         model(rows() + tp.rank)
 
@@ -406,9 +406,9 @@ class TestUndecidable:
             def forward(self, x: Tensor) -> Any:
                 return self.last(WRONG[name](self.up(self.down(x))))
 
-        model = made(lambda _: Inside(), None)
+        model = build_model(lambda _: Inside(), None)
         parallelize(model, tp, {"down": Row(), "up": Column(), "last": Row()})
         part = rows().tensor_split(tp.size, -1)[tp.rank]
-        told = r"test_tensor_unknown\.py:\d+: .*\(by up\).*sharded already"
-        with pytest.warns(UserWarning, match=told) if tp.rank == 0 else nullcontext():
+        text = r"test_tensor_unknown\.py:\d+: .*\(by up\).*sharded already"
+        with pytest.warns(UserWarning, match=text) if tp.rank == 0 else nullcontext():
             model(part)

@@ -64,24 +64,24 @@ class Hostile(nn.Module):
 
 def hooked(model: Any) -> list[str]:
     """Put hooks of each kind on a model; return the list that they append to."""
-    said: list[str] = []
+    reports: list[str] = []
 
     def count(*_: Any) -> None:
         model.hooked += 1
 
-    model.register_forward_pre_hook(lambda *_: said.append("before"))
-    model.up.register_forward_hook(lambda *_: said.append("after"))
-    model.down.register_full_backward_pre_hook(lambda *_: said.append("backward before"))
-    model.down.register_full_backward_hook(lambda *_: said.append("backward"))
-    model.down.weight.register_hook(lambda *_: said.append("gradient"))
+    model.register_forward_pre_hook(lambda *_: reports.append("before"))
+    model.up.register_forward_hook(lambda *_: reports.append("after"))
+    model.down.register_full_backward_pre_hook(lambda *_: reports.append("backward before"))
+    model.down.register_full_backward_hook(lambda *_: reports.append("backward"))
+    model.down.weight.register_hook(lambda *_: reports.append("gradient"))
     model.register_forward_hook(count)
-    return said
+    return reports
 
 
-def kept(model: Any, said: Any, x: Tensor, cache: Cache, names: Any) -> dict[str, Any]:
+def kept(model: Any, text: Any, x: Tensor, cache: Cache, names: Any) -> dict[str, Any]:
     """Return all state that may have changed."""
     return {
-        "calls": (model.calls, list(model.log), model.hooked, list(said), dict(names)),
+        "calls": (model.calls, list(model.log), model.hooked, list(text), dict(names)),
         "caches": [(one.seen, len(one.keys), one.last.sum().item()) for one in (model.cache, cache)],
         "x": x.sum().item(),
         "statistics": (model.norm.running_mean.sum().item(), int(model.norm.num_batches_tracked)),
@@ -101,7 +101,7 @@ def run(comm: Any, look: str, divide: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = Hostile()
     plain = copy.deepcopy(model)
-    said, x, cache, names = hooked(model), torch.ones(4, 8).double(), Cache(), dict[str, Any]()
+    text, x, cache, names = hooked(model), torch.ones(4, 8).double(), Cache(), dict[str, Any]()
     seed()
     if divide:
         batch = (x, cache, names)
@@ -118,7 +118,7 @@ def run(comm: Any, look: str, divide: bool) -> dict[str, Any]:
                 model(x, cache, names)
     elif look == "first call" or look == "function":
         model(x, cache, names)
-    return kept(model, said, x, cache, names)
+    return kept(model, text, x, cache, names)
 
 
 @pytest.mark.parametrize("look", ["example", "verify", "auto", "first call", "function"])

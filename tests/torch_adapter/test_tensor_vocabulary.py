@@ -39,14 +39,14 @@ def words(*shape: int, seed: int = 0, most: int = WORDS) -> torch.Tensor:
 @pytest.mark.parametrize("padding", [None, 0, 4, -1])
 def test_an_embedding_by_words(tp, padding):
     for style, part in ((Vocabulary(), lambda whole: whole), (Vocabulary(sequence=1), own_head(tp, 1))):
-        found = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": style})
+        models = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": style})
         for shape in ((3, 7), (2, 2), (4, 1)):
-            check(tp, found, words(*shape), part=part)
-    found = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": Vocabulary()})
-    check(tp, found, words(9))
-    check(tp, found, words(0))
-    check(tp, found, torch.tensor(WORDS - 1))
-    check(tp, found, words(3, 2).int())
+            check(tp, models, words(*shape), part=part)
+    models = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": Vocabulary()})
+    check(tp, models, words(9))
+    check(tp, models, words(0))
+    check(tp, models, torch.tensor(WORDS - 1))
+    check(tp, models, words(3, 2).int())
 
 
 class Scaled(nn.Embedding):
@@ -69,8 +69,8 @@ class OverTheSequence(nn.Embedding):
 def test_an_embedding_that_changes_its_rows(tp):
     """Regression: an embedding that scales its rows stayed whole, with the logits that share its weight."""
     for style, part in ((Vocabulary(), lambda whole: whole), (Vocabulary(sequence=1), own_head(tp, 1))):
-        found = pair(tp, lambda: Scaled(WORDS, 5, padding_idx=4), {"": style})
-        check(tp, found, words(3, 7), part=part)
+        models = pair(tp, lambda: Scaled(WORDS, 5, padding_idx=4), {"": style})
+        check(tp, models, words(3, 7), part=part)
     for kind in (Centred, OverTheSequence):
         model = kind(WORDS, 5)
         weight, before = model.weight, set(vars(model))
@@ -86,28 +86,28 @@ def test_an_embedding_by_features(tp):
         (Column(parts=(4, 5), gather=True), lambda whole: whole),
     ):
         check(tp, pair(tp, lambda: nn.Embedding(WORDS, 9, padding_idx=2), {"": style}), words(3, 7), part=part)
-    found = pair(tp, lambda: nn.Embedding(WORDS, 9, scale_grad_by_freq=True), {"": Column(gather=True, sequence=1)})
-    check(tp, found, words(3, 7), shards=1)
+    models = pair(tp, lambda: nn.Embedding(WORDS, 9, scale_grad_by_freq=True), {"": Column(gather=True, sequence=1)})
+    check(tp, models, words(3, 7), shards=1)
 
 
 def test_norms_of_words(tp):
     """max_norm changes only the rows that are looked up."""
-    found = pair(tp, lambda: nn.Embedding(WORDS, 5, max_norm=0.5), {"": Vocabulary()})
+    models = pair(tp, lambda: nn.Embedding(WORDS, 5, max_norm=0.5), {"": Vocabulary()})
     asked = torch.tensor([1, 1, WORDS - 1])
-    assert_equal(found.divided(asked), found.plain(asked))
-    check(tp, found, asked)
+    assert_equal(models.divided(asked), models.plain(asked))
+    check(tp, models, asked)
     every = torch.arange(WORDS)
-    assert_equal(found.divided(every), found.plain(every))
+    assert_equal(models.divided(every), models.plain(every))
 
 
 def test_layers_constructed_divided(tp):
-    made: list[tuple[Any, Any, torch.Tensor]] = [
+    created: list[tuple[Any, Any, torch.Tensor]] = [
         (lambda: nn.Embedding(WORDS, 5), lambda: VocabularyEmbedding(WORDS, 5, tp), words(4)),
         (lambda: nn.Embedding(WORDS, 5), lambda: ColumnEmbedding(WORDS, 5, tp, style=Column(gather=True)), words(4)),
         (lambda: nn.Linear(5, WORDS), lambda: VocabularyLinear(5, WORDS, tp, style=Vocabulary(gather=True)),
          random(4, 5).float()),
     ]  # fmt: skip
-    for plain, divided, x in made:
+    for plain, divided, x in created:
         torch.manual_seed(2)
         expected = plain()(x)
         torch.manual_seed(2)
@@ -139,14 +139,14 @@ def plan_of(sequence: int | None = None, gather: bool = False) -> Plan:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sequence", [None, 1])
 def test_logits(tp, tied, sequence):
-    found = pair(tp, lambda: Language(tied), plan_of(sequence))
-    check(tp, found, words(3, 5), part=own_head(tp))
+    models = pair(tp, lambda: Language(tied), plan_of(sequence))
+    check(tp, models, words(3, 5), part=own_head(tp))
     check(tp, pair(tp, lambda: Language(tied), plan_of(sequence, gather=True)), words(3, 5))
     if tied:
-        assert found.divided.head.weight is found.divided.table.weight
-        again = copy.deepcopy(found.divided)
+        assert models.divided.head.weight is models.divided.table.weight
+        again = copy.deepcopy(models.divided)
         assert again.head.weight is again.table.weight
-        check(tp, Pair(found.plain, again), words(3, 5), part=own_head(tp))
+        check(tp, Pair(models.plain, again), words(3, 5), part=own_head(tp))
 
 
 @pytest.mark.parametrize("sequence", [None, 1])
@@ -323,15 +323,15 @@ def test_mismatched_arguments_are_refused(tp):
         (nn.Embedding(WORDS, 4), Vocabulary(gather=True), "for logits"),
         (nn.Embedding(WORDS, 4, max_norm=1.0), Column(), "max_norm"),
     ]
-    for module, style, said in cases:
-        with pytest.raises(UsageError, match=said):
+    for module, style, text in cases:
+        with pytest.raises(UsageError, match=text):
             parallelize(module, tp, {"": style})
     table = parallelize(nn.Embedding(WORDS, 4), tp, {"": Vocabulary()})
     for wrong in (-1, WORDS):
         with pytest.raises(UsageError, match=f"token {wrong}, expected 0 to 10"):
             table(torch.tensor([0, wrong]))
     own = own_head(tp)(random(3, WORDS))
-    for target, options, said in [
+    for target, options, text in [
         (random(3), {}, "probabilities"),
         (words(2), {}, "for a target of shape"),
         (words(3), {"weight": torch.ones(12)}, "weight has 12 tokens, expected the 11"),
@@ -341,7 +341,7 @@ def test_mismatched_arguments_are_refused(tp):
         (words(3), {"label_smoothing": 2.0}, "label_smoothing"),
         (words(3), {"reduction": "all"}, "reduction"),
     ]:
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=text):
             vocabulary_cross_entropy(own, target, tp, **options)  # type: ignore[arg-type]
 
 
@@ -358,8 +358,8 @@ def test_only_local_words(tp):
 
 
 def test_frozen_words(tp):
-    found = pair(tp, Language, plan_of())
-    for model in found:
+    models = pair(tp, Language, plan_of())
+    for model in models:
         model.table.weight.requires_grad_(False)
-    check(tp, found, words(2, 3), part=own_head(tp))
-    assert found.divided.table.weight.grad is None
+    check(tp, models, words(2, 3), part=own_head(tp))
+    assert models.divided.table.weight.grad is None

@@ -50,7 +50,7 @@ def tp(comm: Any) -> Any:
     return commlib.Mesh(tp=comm.size)["tp"]
 
 
-def made(function: Any) -> Asking:
+def build(function: Any) -> Asking:
     torch.manual_seed(3)
     return Asking(function).double()
 
@@ -64,15 +64,15 @@ def rows() -> Tensor:
 def test_a_number_is_refused(tp: Any, name: str) -> None:
     """With example= it is refused before anything is divided, else at the first call, or by the results of verify=."""
     with pytest.raises(UsageError, match=LINE):
-        parallelize(made(WRONG[name]), tp, PLAN, example=rows())
-    divided = parallelize(made(WRONG[name]), tp, PLAN)
+        parallelize(build(WRONG[name]), tp, PLAN, example=rows())
+    divided = parallelize(build(WRONG[name]), tp, PLAN)
     for _ in range(2):
         with pytest.raises(UsageError, match=LINE):
             divided(rows())
     with pytest.raises(UsageError, match="differs"):
-        parallelize(made(WRONG[name]), tp, PLAN, verify=rows())
+        parallelize(build(WRONG[name]), tp, PLAN, verify=rows())
     with pytest.raises(UsageError, match="finds no layer"):
-        parallelize(made(WRONG[name]), tp, "auto", example=rows(), report=lambda table: None)
+        parallelize(build(WRONG[name]), tp, "auto", example=rows(), report=lambda table: None)
 
 
 @pytest.mark.ranks(max=3)
@@ -80,7 +80,7 @@ def test_a_number_is_refused(tp: Any, name: str) -> None:
 def test_valid_uses_are_accepted(tp: Any, name: str) -> None:
     ways: tuple[dict[str, Any], ...] = ({}, {"example": rows()}, {"verify": rows()})
     for options in ways:
-        model = made(RIGHT[name])
+        model = build(RIGHT[name])
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -91,7 +91,7 @@ def test_valid_uses_are_accepted(tp: Any, name: str) -> None:
 @pytest.mark.ranks(min=2, max=3)
 def test_an_input_that_is_a_part(tp: Any) -> None:
     """The input is already a part: a number that belongs to the whole reveals the error."""
-    model = parallelize(made(WRONG["shape"]), tp, {"up": Column(sequence=1), "down": Row(sequence=1)})
+    model = parallelize(build(WRONG["shape"]), tp, {"up": Column(sequence=1), "down": Row(sequence=1)})
     part = rows().chunk(tp.size, 1)[tp.rank]
     with pytest.raises(UsageError, match=r"differs from the unsharded model's.*the shape of its weight"):
         model(part)
