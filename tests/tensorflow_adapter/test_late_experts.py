@@ -51,7 +51,7 @@ def test_ranks_may_have_different_numbers_of_tokens_eagerly(group: Any, place: H
 
 def test_gradients_outside_of_the_traced_function(group: Any, place: HostTensors) -> None:
     """TensorFlow does not order these operations, and the nodes wait for each other."""
-    layer = experts.made(Experts(6, hidden=10, balance="none"), group)
+    layer = experts.build_model(Experts(6, hidden=10, balance="none"), group)
     x = tf.constant(experts.tokens(group, None)[group.rank])
     results = []
     for call in (layer, tf.function(layer)):

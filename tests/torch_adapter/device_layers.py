@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import commlib_torch as ct
 from commlib.context_parallel import SequenceLayout
 from commlib_torch.tensor.context import attention
-from tests.torch_adapter.expert_oracle import WIDTH, layer, build_layer, near, step, tokens
+from tests.torch_adapter.expert_oracle import WIDTH, build_layer, layer, near, step, tokens
 from tests.torch_adapter.place import Place
 
 Put = Callable[[Tensor], Tensor]

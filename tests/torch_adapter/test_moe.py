@@ -21,7 +21,7 @@ from commlib.expert import Experts
 from commlib_torch import gather_state_dict
 from commlib_torch._shards import shard_of
 from commlib_torch.expert import MoE, auxiliary_loss, expert_stats
-from tests.torch_adapter.expert_oracle import compare_gradients, layer, build_layer, near, single, step, tokens
+from tests.torch_adapter.expert_oracle import build_layer, compare_gradients, layer, near, single, step, tokens
 
 
 def check(comm: Communicator, options: Any, rows: list[int] | None = None, **kwargs: Any) -> None:
