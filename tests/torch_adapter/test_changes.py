@@ -113,8 +113,8 @@ def test_an_optimizer_reduces_parameters_unfrozen_later(comm: Any, how: str) -> 
 
 
 @pytest.mark.ranks(min=2)
-def test_manually_assigned_gradients_are_reduced(comm: Any) -> None:
-    """Regression: ranks diverged if gradients came from torch.autograd.grad and not from backward."""
+def test_manually_assigned_gradients_need_synchronize(comm: Any) -> None:
+    """Without synchronize() a step raises. Regression: ranks diverged if gradients came from torch.autograd.grad."""
     for op in ("mean", "sum"):
         network, alone = model(), model()
         called = DataParallel(network, op=op)

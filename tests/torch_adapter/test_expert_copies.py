@@ -153,7 +153,7 @@ def test_a_mixture_is_refused(comm: Communicator) -> None:
     assert isinstance(model[0], MoE)
 
 
-def test_a_bias_updated_after_steps_is_not_pickled_with_weights(comm: Communicator) -> None:
+def test_a_router_with_a_moving_bias_can_be_pickled(comm: Communicator) -> None:
     """Regression: pickling failed because it cannot pickle a WeakMethod."""
     if comm.size == 1:
         return

@@ -140,7 +140,7 @@ def test_the_table_leaves_its_bucket(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_gradient_may_be_sparse_on_some_ranks_and_dense_on_others(comm: Any) -> None:
+def test_a_gradient_sparse_on_some_ranks_only_is_refused(comm: Any) -> None:
     network = nn.Embedding(5, 2, sparse=comm.rank == 0)
     hvd.DistributedOptimizer(optimizer := torch.optim.SGD(network.parameters(), lr=0.1), network.named_parameters())
     with pytest.raises(MismatchError, match="weight is sparse on some ranks and dense on others"):

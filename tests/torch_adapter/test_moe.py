@@ -117,8 +117,8 @@ def test_subclasses_of_linear_are_called(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("built_in", [True, False])
-def test_hooks_and_replaced_layers_of_experts_are_used(comm: Communicator, built_in: bool) -> None:
-    """Regression: hooks and replaced layers were ignored. A replaced layer with a weight is refused."""
+def test_hooks_of_experts_run_and_replaced_layers_are_refused(comm: Communicator, built_in: bool) -> None:
+    """Regression: hooks were ignored, and so were replaced layers with a weight."""
     options = Experts(6, top_k=2, hidden=4 if built_in else None)
     expert = None if built_in else lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))
     model: Any = build_layer(layer(options, expert=expert, name="mix"), comm)

@@ -88,8 +88,8 @@ def test_checkpoints_change_nothing(comm: Communicator, way: str) -> None:
     assert other.mlp.losses == []
 
 
-def test_losses_can_be_differentiated_separately(comm: Communicator) -> None:
-    """With re-entrant checkpointing a loss that is differentiated too late would lose its gradient."""
+def test_reentrant_checkpoints_refuse_a_late_backward_of_the_loss(comm: Communicator) -> None:
+    """With re-entrant checkpointing the loss would lose its gradient if its backward ran by itself."""
     block = Twice(comm)
     y = REENTRANT(block, tokens(comm).requires_grad_())
     loss = auxiliary_loss(block)

@@ -211,8 +211,8 @@ def test_restored_models_know_the_places_of_experts(comm: Communicator, kept: st
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
-def test_clones_of_state_are_refused(comm: Communicator) -> None:
-    """Regression: clones of a state from before the move were silently loaded into the wrong experts."""
+def test_stale_copies_and_clones_of_state_are_noticed(comm: Communicator) -> None:
+    """Copies from before the move are refused, and clones warned of. Wrong experts once loaded clones silently."""
     if comm.size == 3:
         pytest.skip("8 experts")
     model: Any = Blocks(comm).double()

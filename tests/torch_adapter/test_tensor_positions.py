@@ -97,7 +97,7 @@ def test_layers_with_their_own_moves_pass(tp: Any) -> None:
 
 @pytest.mark.ranks(min=2, max=2)
 @pytest.mark.parametrize("own", [nn.LayerNorm(8), nn.Dropout(0.5)])
-def test_a_wrapper_added_later_keeps_the_name(tp: Any, own: nn.Module) -> None:
+def test_an_error_names_a_container_added_later(tp: Any, own: nn.Module) -> None:
     """Regression: it raised AttributeError."""
     model = parallelize(build(own), tp, PLAN)
     nn.Sequential(model.get_submodule("own"))
