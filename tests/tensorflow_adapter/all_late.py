@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def all_late() -> Iterator[None]:
-    """Let CPU tensors be on the late device, whose streams may meet; nothing may change there while it is read."""
+    """Treat CPU tensors as tensors of the late device, whose streams may wait for other ranks. Do not modify them."""
     from tests.late import LATE
     from tests.tensorflow_adapter.late import late
 

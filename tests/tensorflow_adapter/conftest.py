@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.plugins.again import leaves_out, mark_adapter
 
-# Ranks are the parallelism here, and every thread more is one that 4 ranks compete with.
+# Ranks are the parallelism here, and 4 ranks compete with every additional thread.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 

@@ -15,16 +15,16 @@ from tests.tensorflow_adapter import keras_oracle as keras_of
 from tests.tensorflow_adapter import oracle
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
-CLOSE = 1e-9  # a GPU adds up in another order than the host does
+CLOSE = 1e-9  # a GPU sums in another order than the host
 
 
 def where_is(tensor: Any) -> str:
-    """The type of the device that has a tensor."""
+    """Return the type of the device that has a tensor."""
     return str(tf.DeviceSpec.from_string(tensor.backing_device).device_type)
 
 
 def tape(comm: Any, mode: str, **options: Any) -> None:
-    """Training over all ranks is training in one process on the whole batch."""
+    """Training over all ranks matches one process on the whole batch."""
     variables, alone = oracle.weights(), oracle.weights()
 
     def step(x: Any, y: Any) -> None:
@@ -46,7 +46,7 @@ def tape(comm: Any, mode: str, **options: Any) -> None:
 
 
 def dtypes(comm: Any, place: Any, mode: str, dtype: str) -> None:
-    """Gradients of small whole numbers are exact, have the dtype of their variable, and are where that is."""
+    """Gradients of small whole numbers are exact, and have the dtype and device of their variable."""
     kind = tf.as_dtype(dtype)
     variable = tf.Variable(place.put(np.ones(5, kind.as_numpy_dtype)))
     factors = tf.cast(tf.range(5), kind)
@@ -63,7 +63,7 @@ def dtypes(comm: Any, place: Any, mode: str, dtype: str) -> None:
 
 
 def kept(comm: Any, place: Any, mode: str) -> None:
-    """A gradient that is kept stays what it was, in whatever memory it lies; so does what is computed of it."""
+    """A gradient kept by user code does not change, whatever memory it is in; nor do values computed from it."""
     variable = tf.Variable(place.put(np.ones((40, 50), np.float32)))
 
     def run(factor: Any) -> Any:
@@ -87,7 +87,7 @@ def kept(comm: Any, place: Any, mode: str) -> None:
 
 
 def sparse(comm: Any, mode: str, as_dense: bool) -> None:
-    """Rows of an embedding beside dense gradients."""
+    """Rows of an embedding are reduced together with dense gradients."""
     table, weights = tf.Variable(np.arange(10.0).reshape(5, 2)), tf.Variable([[2.0], [3.0]], dtype=tf.float64)
     rows = [[0, rank % 5, 3] for rank in range(comm.size)]
 
@@ -97,9 +97,9 @@ def sparse(comm: Any, mode: str, as_dense: bool) -> None:
     def run(own: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_of(own)
-        found = ct.DistributedGradientTape(tape, sparse_as_dense=as_dense).gradient(loss, [table, weights])
-        assert isinstance(found[0], tf.IndexedSlices) != as_dense
-        return list(map(tf.convert_to_tensor, found))
+        result = ct.DistributedGradientTape(tape, sparse_as_dense=as_dense).gradient(loss, [table, weights])
+        assert isinstance(result[0], tf.IndexedSlices) != as_dense
+        return list(map(tf.convert_to_tensor, result))
 
     with tf.GradientTape() as plain:
         loss = loss_of([row for own in rows for row in own]) / comm.size
@@ -110,7 +110,7 @@ def sparse(comm: Any, mode: str, as_dense: bool) -> None:
 
 
 def missing(comm: Any, place: Any) -> None:
-    """A gradient that only some ranks have counts as zeros on the others, which get the result, too."""
+    """A gradient missing on some ranks counts as zeros there; these ranks get the result, too."""
     ours, theirs = (tf.Variable(place.put(np.ones(3, np.float32))) for _ in range(2))
     for step in range(3):
         alone = step % comm.size == comm.rank
@@ -124,7 +124,7 @@ def missing(comm: Any, place: Any) -> None:
 
 
 def joined(comm: Any, place: Any, **options: Any) -> None:
-    """A rank that has joined adds nothing to what the others reduce."""
+    """A rank that has joined contributes nothing to the reductions of the others."""
     variable = tf.Variable(place.put(np.ones(300, np.float32)))
 
     def reduced() -> Any:
@@ -144,7 +144,7 @@ def joined(comm: Any, place: Any, **options: Any) -> None:
 
 
 def fit(comm: Any, passes: int = 1, **settings: Any) -> None:
-    """Keras' fit over all ranks is that of one process on the whole batch; `passes` batches make a step."""
+    """Keras' fit over all ranks matches one process on the whole batch; `passes` batches make a step."""
     model, alone = keras_of.network(), keras_of.network()
     loss = keras.losses.MeanSquaredError(dtype="float64")
     optimizer = ct_keras.DistributedOptimizer(
@@ -163,9 +163,9 @@ def fit(comm: Any, passes: int = 1, **settings: Any) -> None:
 
 
 def compressed(comm: Any, place: Any, mode: str, compression: Any) -> Any:
-    """Small whole numbers pass through half precision; what other codecs make of them is near, or comes later.
+    """Small whole numbers survive half precision; results of other codecs are close, or lag behind.
 
-    Returns the sum over some steps.
+    Return the sum over some steps.
     """
     variable = tf.Variable(place.put(np.ones((8, 4), np.float32)))
     factors = tf.reshape(tf.range(32.0), (8, 4))
@@ -189,7 +189,7 @@ def compressed(comm: Any, place: Any, mode: str, compression: Any) -> Any:
 
 
 def by_name(comm: Any, place: Any, mode: str) -> None:
-    """Operations by name, and their gradients."""
+    """Operations by name and their gradients."""
     size, rank = comm.size, comm.rank
     x = place.put(np.arange(12, dtype=np.float32).reshape(6, 2) + rank)
     everyone = [np.arange(12, dtype=np.float32).reshape(6, 2) + peer for peer in range(size)]
@@ -226,7 +226,7 @@ def by_name(comm: Any, place: Any, mode: str) -> None:
 
 
 def traced_verbs(comm: Any, place: Any) -> None:
-    """Ordered verbs in a traced function, in nodes that run where their tensors are."""
+    """Ordered verbs in a traced function run on the device of their tensors."""
     size, rank = comm.size, comm.rank
     x = place.put(np.arange(6, dtype=np.float32).reshape(3, 2) + rank)
     everyone = [np.arange(6, dtype=np.float32).reshape(3, 2) + peer for peer in range(size)]
@@ -255,7 +255,7 @@ def traced_verbs(comm: Any, place: Any) -> None:
 
 
 def joined_rows(comm: Any) -> None:
-    """A rank that has joined gives no rows to those of the others."""
+    """A rank that has joined contributes no rows."""
     table = tf.Variable(np.zeros((6, 2)))
 
     def reduced(row: int) -> Any:

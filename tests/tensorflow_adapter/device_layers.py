@@ -1,4 +1,4 @@
-"""Bodies of tests: moves and divided layers on TensorFlow's tensors of a device compute what they do on the host."""
+"""Bodies of tests: moves and divided layers on TensorFlow's tensors of a device compute the results of the host."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def _both(place: Any, run: Callable[[Callable[[Any], Any]], Found]) -> None:
     """Compare what `run` returns on the host and on the device."""
     with place.host():
         expected = run(tf.constant)
-    found = run(place.put)
-    assert found.keys() == expected.keys()
-    for name, got in found.items():
+    result = run(place.put)
+    assert result.keys() == expected.keys()
+    for name, got in result.items():
         want = np.asarray(expected[name])
         assert np.asarray(got).shape == want.shape, name
         np.testing.assert_allclose(
@@ -38,7 +38,7 @@ def _drawn(seed: int, *shape: int) -> Any:
 
 
 def moves(comm: Any, place: Any, traced: bool) -> None:
-    """What layers of tensor parallelism are made of, forward and backward; lengths are even, and not."""
+    """The moves of tensor parallelism, forward and backward, with even and uneven lengths."""
     axis = ParallelAxis(comm)
     shapes = {
         "copy": (3, 4),
@@ -57,7 +57,7 @@ def moves(comm: Any, place: Any, traced: bool) -> None:
     }
 
     def run(put: Callable[[Any], Any]) -> Found:
-        found: Found = {}
+        results: Found = {}
         for name, move in calls.items():
 
             def both(x: Any, move: Callable[[Any], Any] = move) -> tuple[Any, Any]:
@@ -68,19 +68,19 @@ def moves(comm: Any, place: Any, traced: bool) -> None:
                 return y, tape.gradient(loss, x)
 
             x = put(_drawn(comm.rank, *shapes.get(name, (4, 6))))
-            found[name], found[f"of {name}"] = (tf.function(both) if traced else both)(x)
-        return found
+            results[name], results[f"of {name}"] = (tf.function(both) if traced else both)(x)
+        return results
 
     _both(place, run)
 
 
 def sequences(comm: Any, place: Any, method: Any, traced: bool) -> None:
-    """Attention over a divided sequence: keys, values and their gradients go from device to device."""
+    """Attention over a divided sequence sends keys, values and their gradients from device to device."""
     counts = SequenceLayout(4 * comm.size + 3, comm.size, "balanced").counts
     axis = ParallelAxis(comm)
 
     def run(put: Callable[[Any], Any]) -> Found:
-        found: Found = {}
+        results: Found = {}
 
         def both(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             with tf.GradientTape() as tape:
@@ -90,18 +90,18 @@ def sequences(comm: Any, place: Any, method: Any, traced: bool) -> None:
             return out, tape.gradient(loss, [q, k, v])
 
         call = tf.function(both) if traced else both
-        for turn in range(3):  # each message has a slot that another one had
+        for turn in range(3):  # each message reuses the slot of an earlier one
             seed = 10 * comm.rank + turn
             inputs = [put(_drawn(seed + 100 * n, 2, heads, counts[comm.rank], 6)) for n, heads in enumerate((4, 2, 2))]
-            found[f"{turn}"], gradients = call(*inputs)
-            found |= {f"{turn} of {name}": x for name, x in zip("qkv", gradients, strict=True)}
-        return found
+            results[f"{turn}"], gradients = call(*inputs)
+            results |= {f"{turn} of {name}": x for name, x in zip("qkv", gradients, strict=True)}
+        return results
 
     _both(place, run)
 
 
 def divided_layers(comm: Any, place: Any) -> None:
-    """A Keras model by a plan: the sequence is divided between its layers, and not evenly."""
+    """A Keras model with a plan that divides the sequence between its layers unevenly."""
 
     def run(put: Callable[[Any], Any]) -> Found:
         keras.utils.set_random_seed(3)
@@ -125,19 +125,19 @@ def divided_layers(comm: Any, place: Any) -> None:
 
 
 def stages(comm: Any, place: Any) -> None:
-    """A pipeline whose values go from device to device, forward and backward; steps follow each other."""
+    """A pipeline sends values from device to device, forward and backward, in successive steps."""
 
     def run(put: Callable[[Any], Any]) -> Found:
         keras.utils.set_random_seed(4)
         dense = [keras.layers.Dense(6, activation="tanh", name=f"d{number}") for number in range(2 * comm.size)]
         model = keras.Sequential([keras.Input((6,)), *dense])
         pipe = ct.pipeline(model, comm, schedule="1f1b", microbatches=4, loss="mse")
-        found: Found = {}
+        results: Found = {}
         for turn in range(3):
             x, y = put(_drawn(turn, 8, 6)), put(_drawn(10 + turn, 8, 6))
-            found[f"loss {turn}"] = pipe.step(x, y)
-            found |= {f"{turn} of {number}": gradient for number, gradient in enumerate(pipe.gradients)}
+            results[f"loss {turn}"] = pipe.step(x, y)
+            results |= {f"{turn} of {number}": gradient for number, gradient in enumerate(pipe.gradients)}
         pipe.close()
-        return found
+        return results
 
     _both(place, run)

@@ -14,13 +14,13 @@ from tests.bodies import verb_gradients
 
 
 def of(rank: int, dtype: str, rows: int = 6) -> Any:
-    """What a rank has: small whole numbers, exact in every dtype."""
+    """Return the tensor of a rank: small whole numbers, exact in every dtype."""
     numbers = np.arange(rows * 3).reshape(rows, 3) % 5 + rank
     return (numbers % 2 if dtype == "bool" else numbers).astype(NUMPY[dtype])
 
 
 def check(place: Any, got: Any, expected: Any, given: Any = None) -> None:
-    """Compare values; a result is where its input was, which TensorFlow may have put elsewhere."""
+    """Compare values, and check that a result is on its input's device, which TensorFlow may have chosen."""
     assert isinstance(got, tf.Tensor)
     assert given is None or expected.size == 0 or got.backing_device == given.backing_device
     assert got.dtype == tf.as_dtype(expected.dtype)
@@ -36,7 +36,7 @@ def total(parts: list[Any]) -> Any:
 
 
 def verbs(comm: Any, place: Any, dtype: str) -> None:
-    """All verbs, waiting and not; inputs stay what they are."""
+    """Run all verbs, blocking and not; inputs do not change."""
     size, rank, last = comm.size, comm.rank, comm.size - 1
     parts = [of(peer, dtype) for peer in range(size)]
     mine = place.put(parts[rank])
@@ -84,7 +84,7 @@ def verbs(comm: Any, place: Any, dtype: str) -> None:
 
 
 def gradients(comm: Any, place: Any) -> None:
-    """The ordered verbs can be differentiated, with the gradients of one process."""
+    """The ordered verbs have the gradients of one process."""
     for case in verb_gradients.CASES.values():
 
         def differentiate(x: Any, weights: Any, case: verb_gradients.Case = case) -> tuple[Any, Any, Any]:
@@ -103,7 +103,7 @@ def gradients(comm: Any, place: Any) -> None:
 
 
 def results_in_use(comm: Any, place: Any) -> None:
-    """What TensorFlow makes of a result stays right when the result is given up, and others come."""
+    """Values that TensorFlow computes from a result stay correct after the result is freed and others arrive."""
     kept = []
     for step in range(20):
         x = place.put(np.full((300, 100), comm.rank + step, np.float32))
@@ -115,7 +115,7 @@ def results_in_use(comm: Any, place: Any) -> None:
 
 
 def inputs_in_use(comm: Any, place: Any) -> None:
-    """TensorFlow reuses the memory of an input at once, also where the call has no result that it waits for."""
+    """TensorFlow reuses an input's memory at once, even if it waits for no result of the call."""
     root = comm.size - 1
     totals = []
     for step in range(20):

@@ -23,14 +23,14 @@ def network(of: Any = keras, dtype: str = "float64", **arguments: Any) -> Any:
     inputs = of.layers.Input((FEATURES,))
     hidden = of.layers.Dense(4, activation="tanh", dtype=dtype)(inputs)
     outputs = of.layers.Dense(2, dtype=dtype)(hidden)
-    made = arguments.pop("model", of.Model)(inputs, outputs, **arguments)
+    model = arguments.pop("model", of.Model)(inputs, outputs, **arguments)
     generator = np.random.default_rng(0)
-    made.set_weights([generator.normal(size=weight.shape) for weight in made.get_weights()])
-    return made
+    model.set_weights([generator.normal(size=weight.shape) for weight in model.get_weights()])
+    return model
 
 
 def batch(comm: Any, step: int = 0) -> Data:
-    """The rows of all ranks: inputs and targets. In float32, because that is what `fit` makes of them."""
+    """The rows of all ranks: inputs and targets, in float32, to which `fit` converts them."""
     generator = np.random.default_rng(1000 + step)
     rows = ROWS * comm.size
     return tuple(generator.normal(size=(rows, columns)).astype(np.float32) for columns in (FEATURES, 2))  # type: ignore[return-value]
@@ -43,12 +43,12 @@ def mine(comm: Any, data: Data) -> Data:
 
 
 def error(predicted: Any, expected: Any) -> Any:
-    """Return the mean square error, in the precision of the prediction. `fit` has it in float32 otherwise."""
+    """Return the mean square error in the precision of the prediction; `fit` otherwise computes it in float32."""
     return tf.reduce_mean(tf.square(predicted - tf.cast(expected, predicted.dtype)))
 
 
 def step(model: Any, optimizer: Any, data: Data, scale: float = 1.0) -> None:
-    """Take a step with `scale` times the gradients of the mean square error, as a loop of the user's own does."""
+    """Take a step with `scale` times the gradients of the mean square error, as a user-defined loop does."""
     with tf.GradientTape() as tape:
         loss = optimizer.scale_loss(error(model(data[0], training=True), data[1]) * scale)
     gradients = tape.gradient(loss, model.trainable_variables)
@@ -60,7 +60,7 @@ def weights(model: Any) -> list[Any]:
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """The variables of an optimizer that are the same on all ranks: not what it accumulates between updates."""
+    """Return the optimizer's variables that are equal on all ranks, without those accumulated between updates."""
     return [variable.numpy() for variable in optimizer.variables if "gradient_accumulator" not in variable.name]
 
 
@@ -86,7 +86,7 @@ def assert_same_everywhere(values: Any) -> None:
 
 @contextmanager
 def counted_reductions(monkeypatch: Any) -> Iterator[list[str]]:
-    """Give the list of the names of gradient reductions that begin within."""
+    """Yield the list of names of the gradient reductions that begin within the context."""
     begun: list[str] = []
     start: Any = vars(named_buckets)["start_allreduce"]
 

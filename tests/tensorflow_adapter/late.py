@@ -1,6 +1,6 @@
-"""TensorFlow's CPU tensors as tensors of a device that is host memory: TensorFlow computes at once, commlib late.
+"""TensorFlow's CPU tensors as tensors of a device in host memory: TensorFlow computes at once, commlib late.
 
-So whoever forgets to wait for commlib gives TensorFlow NaN, or other numbers.
+Code that forgets to wait for commlib passes NaN, or wrong numbers, to TensorFlow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.late import LATE
 
 
 class HostTensors:
-    """See `commlib_tensorflow.devices.DeviceBackend`; as a place, where bodies of tests put tensors. device: its name.
+    """See `commlib_tensorflow.devices.DeviceBackend`; also a place for tensors of tests. device: its name.
 
     core: the core's device.
     """
@@ -35,16 +35,16 @@ class HostTensors:
         self.open()
 
     def open(self) -> None:
-        """Let CPU tensors be on the device, again."""
+        """Treat CPU tensors as the device's again."""
         self._end = devices.register("CPU", self)
 
     def close(self) -> None:
-        """Let CPU tensors be the host's again."""
+        """Return CPU tensors to the host."""
         self._end()
 
     @contextmanager
     def host(self) -> Iterator[None]:
-        """Let CPU tensors be the host's, within a `with`."""
+        """Treat CPU tensors as the host's within a `with`."""
         self.close()
         try:
             yield
@@ -63,7 +63,7 @@ class HostTensors:
         lent = kind.from_address(array.address)
         lent.owner = array.owner
         given = np.frombuffer(lent, array.dtype).reshape(array.shape)
-        if array.address % 64:  # TensorFlow would end the process
+        if array.address % 64:  # TensorFlow would abort the process
             given = aligned_empty(array.shape, array.dtype)
             given[...] = np.frombuffer(lent, array.dtype).reshape(array.shape)
         return given.__dlpack__()
@@ -75,7 +75,7 @@ def late() -> HostTensors:
 
 
 def watched(*, alone: bool = False) -> Iterator[HostTensors]:
-    """Put them there for one test, and see that all went that way, in order. alone: one rank may have nothing to do."""
+    """Put tensors there for one test, and check that all data took that path in order. alone: one rank may be idle."""
     place, races, queued = late(), LATE.races, LATE.queued
     yield place
     place.close()

@@ -1,4 +1,4 @@
-"""Oracle: compute the same in one process. Helpers run things both ways."""
+"""Oracle: compute the results in one process; helpers run functions eagerly and traced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_mode(mode: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def values(dtype: Any, rank: int, shape: tuple[int, ...] = (6, 2)) -> tf.Tensor:
-    """Small whole numbers, other ones on every rank: exact in every dtype."""
+    """Small whole numbers that differ between ranks and are exact in every dtype."""
     numbers = np.arange(int(np.prod(shape))).reshape(shape) % 5 + rank
     if dtype == tf.bool:
         return tf.constant(numbers % 2 == 1)
@@ -29,7 +29,7 @@ def values(dtype: Any, rank: int, shape: tuple[int, ...] = (6, 2)) -> tf.Tensor:
 
 
 def everyone(comm: Any, dtype: Any, shape: tuple[int, ...] = (6, 2)) -> list[tf.Tensor]:
-    """What `values` returns on each rank."""
+    """Return the result of `values` for each rank."""
     return [values(dtype, rank, shape) for rank in range(comm.size)]
 
 
@@ -62,7 +62,7 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-12) -> None:
 
 
 def assert_same_everywhere(comm: Any, tensors: Sequence[Any]) -> None:
-    """Every rank has the same bits."""
+    """Check that every rank has the same bits."""
     bits = [np.asarray(tf.convert_to_tensor(tensor)).tobytes() for tensor in tensors]
     for other in comm.all_gather_object(bits):
         assert other == bits

@@ -1,4 +1,4 @@
-"""Oracle of tensor parallelism: a plain model of Keras on every rank, and the same one divided."""
+"""Oracle of tensor parallelism: a plain Keras model on every rank, and its divided copy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.tensor import gather, parallelize, scatter
 from tests.inputs.keras_pipelines import filled, in_float64
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 EXACT = 1e-12
 
 
 def values(*shape: int, seed: int = 0) -> Any:
-    """Numbers that are the same on every rank."""
+    """Return numbers that are equal on every rank."""
     return np.random.default_rng(seed).normal(size=shape)
 
 
@@ -28,7 +28,7 @@ def words(vocabulary: int, *shape: int, seed: int = 0) -> Any:
 
 
 def near(got: Any, expected: Any, tolerance: float = EXACT, what: str = "") -> None:
-    """Compare with the largest element, or 0.1: some gradients, such as that of a bias of K, are but rounding."""
+    """Compare relative to the largest element, or 0.1: some gradients, such as K's bias, are mere rounding."""
     got, expected = (np.asarray(tf.convert_to_tensor(one)) for one in (got, expected))
     assert got.shape == expected.shape, f"{what}: {got.shape}, expected {expected.shape}"
     if expected.size:
@@ -37,7 +37,7 @@ def near(got: Any, expected: Any, tolerance: float = EXACT, what: str = "") -> N
 
 
 def near_shard(got: Any, expected: Any, variable: Any, tolerance: float = EXACT) -> None:
-    """Compare what belongs to a variable of a divided model with the whole of it."""
+    """Compare a value for a variable of a divided model with the whole one."""
     shard, whole = shard_of(variable), np.asarray(tf.convert_to_tensor(expected))
     near(got, whole if shard is None else shard.own(whole), tolerance, variable.path)
 
@@ -47,26 +47,26 @@ def sequential(*layers: Any, shape: tuple[int | None, ...], seed: int = 0, dtype
 
 
 def run(call: Callable[..., Any], variables: list[Any], inputs: list[Any], shapes: list[Any], compiled: bool) -> Any:
-    """Return the outputs of a model, their gradients for inputs and those for variables, all of fixed numbers."""
+    """Return a model's outputs, and their gradients for inputs and variables with fixed weights."""
     wanted = [values(*shape, seed=9 + number) for number, shape in enumerate(shapes)]
 
     def step(*given: Any) -> Any:
         with tf.GradientTape() as tape:
             floats = [x for x in given if x.dtype.is_floating]
             tape.watch(floats)
-            found = keras.tree.flatten(call(*given))
-            loss = sum(tf.reduce_sum(out * tf.cast(one, out.dtype)) for out, one in zip(found, wanted, strict=True))
+            result = keras.tree.flatten(call(*given))
+            loss = sum(tf.reduce_sum(out * tf.cast(one, out.dtype)) for out, one in zip(result, wanted, strict=True))
         gradients = tape.gradient(loss, [*floats, *variables])
-        return found, gradients[: len(floats)], gradients[len(floats) :]
+        return result, gradients[: len(floats)], gradients[len(floats) :]
 
     given = [tf.constant(x) for x in inputs]
     return (tf.function(step, autograph=False) if compiled else step)(*given)
 
 
 def alone(axis: Any, reference: Callable[[], Any]) -> Any:
-    """Return what a function returns on rank 0, with arrays for tensors, on all ranks: one process is enough for it."""
-    found = keras.tree.map_structure(_array, reference()) if axis.rank == 0 else None
-    return axis.broadcast_object(found)
+    """Run a function on rank 0 only, and return its result on all ranks, with arrays for tensors."""
+    result = keras.tree.map_structure(_array, reference()) if axis.rank == 0 else None
+    return axis.broadcast_object(result)
 
 
 def _array(value: Any) -> Any:
@@ -83,9 +83,9 @@ def same(
     tolerance: float = EXACT,
     **options: Any,
 ) -> Any:
-    """Compare a divided model with the plain one: outputs, gradients of inputs and of variables. Return the divided.
+    """Compare outputs and all gradients of a divided model with the plain one. Return the divided model.
 
-    sequence: the divided model takes and gives shards along it.
+    sequence: the dimension along which the divided model takes and returns shards.
     """
     whole, own = make(), make()
     parallelize(own, axis, plan)
@@ -96,8 +96,8 @@ def same(
     def divided(*given: Any) -> Any:
         if sequence is None:
             return own(_inputs(given), **options)
-        found = own(_inputs([scatter(x, axis, sequence) for x in given]), **options)
-        return keras.tree.map_structure(lambda out: gather(out, axis, sequence), found)
+        result = own(_inputs([scatter(x, axis, sequence) for x in given]), **options)
+        return keras.tree.map_structure(lambda out: gather(out, axis, sequence), result)
 
     def reference() -> Any:
         shapes = [tuple(out.shape) for out in keras.tree.flatten(plain(*inputs))]

@@ -1,4 +1,4 @@
-"""A training that is saved and resumed in new objects is the one that was never interrupted, to the last bit."""
+"""Checkpoints: training resumed in new objects matches uninterrupted training to the last bit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PER_EPOCH, EPOCHS = 4, 3
 
 @pytest.fixture
 def folder(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all ranks see."""
+    """A folder that all ranks can access."""
     return Path(comm.broadcast_object(str(tmp_path_factory.mktemp("checkpoints"))))
 
 
 def compiled(comm: Any, **options: Any) -> Any:
-    """Return a model with dropout, as a new process makes it: the same on all ranks, but for its seeds."""
+    """Return a model with dropout, as a new process creates it: equal on all ranks except for seeds."""
     keras.utils.set_random_seed(comm.rank)
     layers = keras.layers
     model = keras.Sequential(
@@ -63,7 +63,7 @@ def bits(model: Any) -> list[Any]:
     return [np.asarray(tf.convert_to_tensor(v)).tolist() for v in [*model.variables, *model.optimizer.variables]]
 
 
-@pytest.mark.long  # what is usual of it is below, in `fit`
+@pytest.mark.long  # the usual cases are below, in `fit`
 @pytest.mark.parametrize("options", [{}, {"compression": "topk:ratio=0.2", "compress_within_node": True}], ids=str)
 def test_resumed_training_is_the_same(comm: Any, folder: Path, options: dict[str, Any]) -> None:
     straight = compiled(comm, **options)
@@ -100,9 +100,7 @@ class Signal(keras.callbacks.Callback):  # type: ignore[misc]
         pytest.param(0, PER_EPOCH - 1, id="at the end of one", marks=pytest.mark.long),
     ],
 )
-def test_fit_that_is_interrupted_goes_on_in_the_middle_of_an_epoch(
-    comm: Any, folder: Path, epoch: int, batch: int
-) -> None:
+def test_interrupted_fit_continues_in_the_middle_of_an_epoch(comm: Any, folder: Path, epoch: int, batch: int) -> None:
     straight = compiled(comm)
     fit(comm, straight)
     interrupted = compiled(comm)
@@ -122,7 +120,7 @@ def test_fit_that_is_interrupted_goes_on_in_the_middle_of_an_epoch(
     assert Checkpoint(folder, model=resumed).newest() == done + 5
 
 
-def test_fit_that_does_not_go_on_where_it_was_is_refused(comm: Any, folder: Path) -> None:
+def test_fit_that_starts_elsewhere_is_refused(comm: Any, folder: Path) -> None:
     model = compiled(comm)
     Checkpoint(folder, model=model).save(PER_EPOCH + 1)
     with Preemption() as preemption:
@@ -151,19 +149,19 @@ def test_other_values(comm: Any, folder: Path) -> None:
 
 
 def test_an_optimizer_by_itself(comm: Any, folder: Path) -> None:
-    """Those of Keras 3 were taken for variables, since they have `assign`, and could not be saved."""
+    """Regression: optimizers of Keras 3 were taken for variables, since they have `assign`, and could not be saved."""
 
-    def made(value: float) -> tuple[Any, Any]:
+    def build(value: float) -> tuple[Any, Any]:
         variable = tf.Variable([value, 2.0])
         return variable, hvd.DistributedOptimizer(keras.optimizers.Adam(0.1, gradient_accumulation_steps=2))
 
-    variable, optimizer = made(1.0)
+    variable, optimizer = build(1.0)
     with pytest.raises(CommlibError, match=r"optimizer is not built yet: call its build"):
         Checkpoint(folder, variable=variable, optimizer=optimizer).save(1)
     for step in range(3):  # stops between the passes of a step
         optimizer.apply([tf.constant([step + 1.0, comm.rank])], [variable])
     Checkpoint(folder, variable=variable, optimizer=optimizer).save(3)
-    other, another = made(5.0)
+    other, another = build(5.0)
     another.build([other])
     assert Checkpoint(folder, variable=other, optimizer=another).resume() == 3
     for one, trained in ((optimizer, variable), (another, other)):

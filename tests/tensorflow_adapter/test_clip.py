@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients: what TensorFlow does, with the same bits on all ranks."""
+"""Clipping by the norm of all gradients matches TensorFlow, with the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensors(dtype: Any) -> list[Any]:
 @pytest.mark.parametrize("clip_norm", [1e-3, pytest.param(1.0, marks=pytest.mark.long), 1e3])
 @pytest.mark.parametrize("dtype", [tf.float64, tf.float32, tf.bfloat16, tf.float16])
 @pytest.mark.parametrize("mode", MODES)
-def test_as_tensorflow_does(comm: Any, mode: str, dtype: Any, clip_norm: float) -> None:
+def test_clipping_matches_tensorflow(comm: Any, mode: str, dtype: Any, clip_norm: float) -> None:
     given = [*tensors(dtype), None]
     wide = [None if g is None else tf.cast(g, tf.float64) for g in given]
     clipped, norm = in_mode(mode, lambda: hvd.clip_by_global_norm(given, clip_norm))()
@@ -39,7 +39,7 @@ def test_as_tensorflow_does(comm: Any, mode: str, dtype: Any, clip_norm: float) 
         assert (one is None) == (other is None)
         if one is not None:
             assert one.dtype == dtype
-            # The factor is rounded to the dtype, and the product is.
+            # The factor and the product are rounded to the dtype.
             tolerance = 2 * ml_dtypes.finfo(dtype.as_numpy_dtype).eps
             smallest = float(ml_dtypes.finfo(dtype.as_numpy_dtype).smallest_subnormal)
             np.testing.assert_allclose(tf.cast(one, tf.float64), other, rtol=float(tolerance), atol=smallest)
@@ -47,7 +47,7 @@ def test_as_tensorflow_does(comm: Any, mode: str, dtype: Any, clip_norm: float) 
     assert all(theirs == everyone[0] for theirs in everyone)
 
 
-def test_below_the_limit_nothing_changes(comm: Any) -> None:
+def test_gradients_below_the_limit_do_not_change(comm: Any) -> None:
     given = tensors(tf.float32)
     for one, other in zip(hvd.clip_by_global_norm(given, 1e3)[0], given, strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
@@ -84,7 +84,7 @@ def test_bad_arguments(comm: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_keras_clips_reduced_gradients(comm: Any, mode: str) -> None:
-    """By the mean's norm, as one process that has all the data."""
+    """The norm is that of the mean, as in one process with all the data."""
     total = np.mean([rank + np.arange(6.0) for rank in range(comm.size)], axis=0).astype(np.float32)
     variable, alone = keras.Variable(np.zeros(6, np.float32)), keras.Variable(np.zeros(6, np.float32))
     ours = DistributedOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=0.5), name=f"clipping {mode}")
@@ -99,8 +99,8 @@ def test_keras_clips_reduced_gradients(comm: Any, mode: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_variables_of_one_rank_do_not_count(comm: Any) -> None:
-    """Their gradients differ: in the norm of all, ranks would scale the shared ones differently, and part."""
+def test_variables_of_one_rank_are_excluded_from_the_norm(comm: Any) -> None:
+    """Their gradients differ: in the norm, they would scale shared gradients differently, and ranks would diverge."""
     shared, own = keras.Variable(np.zeros(2, np.float32)), keras.Variable(np.zeros(2, np.float32))
     optimizer: Any = DistributedOptimizer(
         keras.optimizers.SGD(1.0, global_clipnorm=1.0), name="own variables", scale_local_gradients=False

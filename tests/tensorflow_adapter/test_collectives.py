@@ -1,4 +1,4 @@
-"""Every operation, eagerly and in traced functions: values in every dtype, and gradients."""
+"""Operations by name, eagerly and in traced functions: values in every dtype, and gradients."""
 
 from typing import Any
 
@@ -166,7 +166,7 @@ def test_reduce_scatter(comm: Any, mode: str) -> None:
 
 
 @both
-def test_barrier_and_questions(comm: Any, mode: str) -> None:
+def test_barrier_and_properties(comm: Any, mode: str) -> None:
     def ask() -> Any:
         hvd.barrier()
         return [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(), hvd.process_set_included_op()]
@@ -180,7 +180,7 @@ def test_barrier_and_questions(comm: Any, mode: str) -> None:
 
 
 def gradients(mode: str, function: Any, *xs: Any) -> Any:
-    """The gradients of a weighted sum of what `function` returns; the weights differ among elements."""
+    """Return the gradients of a weighted sum of the results of `function`; weights differ among elements."""
 
     def run(*xs: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -246,7 +246,7 @@ def test_gradient_of_broadcast(comm: Any, mode: str) -> None:
 def test_gradient_of_all_to_all(comm: Any, mode: str, unsent: int) -> None:
     splits = [rank + 1 for rank in range(comm.size)]
     (result,) = gradients(mode, lambda x: [hvd.alltoall(x, splits)[0]], values(tf.float64, 0, (sum(splits) + unsent,)))
-    # Rank r got r + 1 elements from each rank, one rank after another, and weighed them.
+    # Rank r received r + 1 elements from each rank in order, and weighted them.
     expected = [
         all_weights(comm, (comm.size * (rank + 1),))[rank][comm.rank * (rank + 1) : (comm.rank + 1) * (rank + 1)]
         for rank in range(comm.size)
@@ -270,7 +270,7 @@ def test_gradient_of_reduce_scatter(comm: Any, op: str, mode: str) -> None:
 
 @both
 def test_maximum_has_no_gradient(comm: Any, mode: str) -> None:
-    # In a traced function TensorFlow makes an error of its own of ours, with its text.
+    # In a traced function TensorFlow replaces our error by its own, with the same text.
     with pytest.raises(Exception, match="op=Max has no gradient"):
         gradients(mode, lambda x: [hvd.allreduce(x, op=hvd.Max)], values(tf.float64, comm.rank))
 
@@ -329,7 +329,7 @@ def test_slices_are_gathered(comm: Any, op: str, mode: str) -> None:
     assert_close(dense, tf.constant(expected / (comm.size if op == "Average" else 1), tf.float32), 1e-6)
 
 
-def test_slices_have_no_other_reductions(comm: Any) -> None:
+def test_slices_support_no_other_reductions(comm: Any) -> None:
     slices = tf.IndexedSlices(tf.ones([1, 2]), [0], [5, 2])
     with pytest.raises(NotImplementedError, match="sparse_as_dense"):
         hvd.allreduce(slices, op=hvd.Max)
@@ -340,7 +340,7 @@ def test_slices_have_no_other_reductions(comm: Any) -> None:
 @both
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 def test_slices_in_a_group(comm: Any, op: str, mode: str) -> None:
-    """They were refused there, though `allreduce` takes them, and so does Horovod's group."""
+    """Regression: groups refused them, although `allreduce` and Horovod's groups accept them."""
 
     def reduce(rows: Any) -> Any:
         one = tf.IndexedSlices(tf.ones([rows, 2]) * (comm.rank + 1.0), tf.range(rows), tf.constant([5, 2]))
@@ -362,7 +362,7 @@ def test_slices_in_a_group(comm: Any, op: str, mode: str) -> None:
     check(results[3], tf.constant(2 * comm.size // divisor))
 
 
-def test_slices_alone_in_a_group_and_what_is_refused_there(comm: Any) -> None:
+def test_slices_alone_in_a_group_and_refusals(comm: Any) -> None:
     slices = tf.IndexedSlices(tf.ones([1, 2]), [0], [5, 2])
     (result,) = hvd.grouped_allreduce([slices], op=hvd.Sum)
     check(tf.convert_to_tensor(result)[0], tf.ones(2) * comm.size)

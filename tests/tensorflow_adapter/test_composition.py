@@ -1,4 +1,4 @@
-"""Two features in one `fit`, for pairs that no other test has: the result is that of one process without them.
+"""Pairs of features in `fit` without another test: training matches one process without these features.
 
 docs/composition.py names these tests in its tables.
 """
@@ -31,7 +31,7 @@ def policy() -> Iterator[None]:
 
 
 class Block(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Attention and a dense layer, or experts. cp: the communicator among which sequences are sharded."""
+    """Attention and a dense layer, or experts. cp: the communicator over which sequences are sharded."""
 
     def __init__(self, cp: Any, experts: Any, recompute: bool) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def batches(rows: int) -> Any:
 
 
 def fit(model: Any, optimizer: Any, x: Any, y: Any) -> None:
-    if keras.config.dtype_policy().name == "mixed_float16":  # with the scale of Keras the first steps overflow
+    if keras.config.dtype_policy().name == "mixed_float16":  # with Keras' default scale the first steps overflow
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
     model.compile(optimizer, "mse", jit_compile=False)
     flat = [np.concatenate(list(each)) for each in (x, y)]
@@ -97,7 +97,7 @@ def alone(comm: Any, rows: int, policy: str, experts: bool) -> list[Any]:
 
 PAIRS = [
     "dp recompute", "cp ep", "cp compression", "cp amp", "compression amp", "compression recompute", "amp recompute",
-    pytest.param("ep compression", marks=pytest.mark.long),  # PyTorch's twin runs always
+    pytest.param("ep compression", marks=pytest.mark.long),  # the same test of PyTorch always runs
 ]  # fmt: skip
 
 
@@ -123,19 +123,19 @@ def test_pairs(comm: Any, pair: str) -> None:
     options: dict[str, Any] = {"compression": "bf16", "compress_within_node": True} if compresses else {}
     before = [np.asarray(each) for each in ct.gather_weights(model)]
     fit(model, ct.DistributedOptimizer(sgd(), mesh=mesh, **options), x, y)
-    found = [np.asarray(each) for each in ct.gather_weights(model)]
+    results = [np.asarray(each) for each in ct.gather_weights(model)]
     low = ROUNDING["bfloat16"] if compresses else ROUNDING["float16"]
     tolerance = low if amp or compresses else 2e-5 if experts else 1e-9
-    for got, wanted in zip(found, expected, strict=True):
+    for got, wanted in zip(results, expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
-    assert any(np.abs(now - then).max() > 0.01 for now, then in zip(found, before, strict=True))
-    if amp or compresses:  # they had an effect
+    assert any(np.abs(now - then).max() > 0.01 for now, then in zip(results, before, strict=True))
+    if amp or compresses:  # check that they had an effect
         exact = alone(comm, rows, "float32" if experts else "float64", experts)
-        assert any(np.abs(now - then).max() > 1e-5 for now, then in zip(found, exact, strict=True))
+        assert any(np.abs(now - then).max() > 1e-5 for now, then in zip(results, exact, strict=True))
     if recompute:  # traced once for the forward, and again for the backward
         plain = make(TOKENS)
         fit(plain, sgd(), x[:, :, :TOKENS], y)
         assert model.layers[0].forwards > plain.layers[0].forwards
-    bits = [each.tobytes() for each in found]
+    bits = [each.tobytes() for each in results]
     assert all(other == bits for other in comm.all_gather_object(bits))
     mesh.close()

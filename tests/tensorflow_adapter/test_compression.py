@@ -1,4 +1,4 @@
-"""Compressed gradients in TensorFlow: by tape and by Keras, eagerly and in graphs."""
+"""Compressed gradients in TensorFlow: with tapes and Keras, eagerly and in graphs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_keras_trains_and_ranks_stay_equal(comm: Any, name: str, mode: str) -> N
     assert_equal_everywhere(comm, model)
     if comm.size > 1:
         state = optimizer.compression_state()["parameters"]
-        # In Keras' order of variables; with top-k the biases, which are small, travel as they are.
+        # In Keras' order of variables; with top-k the biases, which are small, travel uncompressed.
         assert sorted(state) == [f"variable {number}" for number in (range(4) if name == "int8" else (0, 2))]
         assert state["variable 0"]["residual"].shape == (40, 64)
 
@@ -71,7 +71,7 @@ def test_keras_trains_and_ranks_stay_equal(comm: Any, name: str, mode: str) -> N
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_optimizer_of_the_keras_module(comm: Any, overlap: bool) -> None:
-    """It has the arguments of horovod.keras, and these."""
+    """It has the arguments of horovod.keras in addition to ours."""
     model = network()
     optimizer: Any = hvd_keras.DistributedOptimizer(
         keras.optimizers.SGD(0.05),
@@ -84,7 +84,7 @@ def test_the_optimizer_of_the_keras_module(comm: Any, overlap: bool) -> None:
     train(comm, model, optimizer, range(2), "graph")
     assert_equal_everywhere(comm, model)
     assert 3 * optimizer.report.sent_bytes < optimizer.report.uncompressed_bytes
-    # In the second step, when ranks have agreed that they begin anew; and not the last bucket, which has the flags.
+    # In the second step, once ranks have agreed to restart; not in the last bucket, which has the flags.
     assert optimizer.statistics.early_launches == (1 if overlap else 0)
 
 
@@ -97,13 +97,13 @@ def test_int8_is_close_to_training_without(comm: Any) -> None:
     )
     train(comm, coarse, compressed, range(20))
     for one, other in zip(exact.trainable_variables, coarse.trainable_variables, strict=True):
-        # What feedback holds back at the end is less than one step's greatest gradient / 127, for two encodings.
+        # Feedback finally holds back less than one step's greatest gradient / 127 for each of two encodings.
         assert np.abs(np.asarray(one) - np.asarray(other)).max() < 2e-4
     assert weights(exact) != weights(coarse)
 
 
 @pytest.mark.ranks(min=2)
-def test_training_goes_on_from_a_saved_state(comm: Any) -> None:
+def test_training_continues_from_a_saved_state(comm: Any) -> None:
     def make(name: str) -> Any:
         return DistributedOptimizer(
             keras.optimizers.SGD(0.05), name=name, compression="int4", compress_within_node=True
@@ -127,11 +127,11 @@ def test_a_tape_compresses_too(comm: Any) -> None:
         loss = tf.reduce_sum(variable) * float(comm.rank + 1)
     tape = hvd.DistributedGradientTape(tape, compression="int8", compress_within_node=True)
     gradient = tape.gradient(loss, [variable])[0]
-    # The same value everywhere in a block is its greatest, which int8 has exactly but for the rounding of its scale.
+    # All values of a block are equal, and int8 represents the greatest exactly, except for rounding of its scale.
     np.testing.assert_allclose(gradient, np.full((30, 40), (comm.size + 1) / 2), rtol=1e-6)
 
 
-def test_what_cannot_be_known_by_name_is_refused() -> None:
+def test_unsupported_options_of_compression_by_name_are_refused() -> None:
     with pytest.raises(UsageError, match="unknown compression 'int3'"):
         DistributedOptimizer(keras.optimizers.SGD(0.05), compression="int3")
     with pytest.raises(UsageError, match="compression must be a name such as 'int8'"):
@@ -139,8 +139,8 @@ def test_what_cannot_be_known_by_name_is_refused() -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_auto_is_decided_by_ranks_that_reduce_by_name(comm: Any) -> None:
-    """It was refused in the first step, as unknown."""
+def test_auto_is_resolved_by_ranks_that_reduce_by_name(comm: Any) -> None:
+    """Regression: the first step refused it as unknown."""
     model, alone = network(), network()
     optimizer = DistributedOptimizer(
         keras.optimizers.SGD(0.05), name="auto", compression="auto", compress_within_node=True

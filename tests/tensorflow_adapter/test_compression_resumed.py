@@ -1,4 +1,4 @@
-"""A compressed run in Keras that is saved and goes on in new objects."""
+"""Compressed training in Keras, saved and resumed in new objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .test_compression import network, train, weights
 
 
 def make(name: str) -> Any:
-    """Return an optimizer as a new process has it: nothing is remembered of others of its name."""
+    """Return an optimizer as a new process has it, without state of earlier ones of its name."""
     return DistributedOptimizer(keras.optimizers.SGD(0.05), name="resumed", compression=name, compress_within_node=True)
 
 
@@ -32,7 +32,7 @@ def make(name: str) -> Any:
     ],
 )
 def test_a_resumed_run_is_the_same_to_the_last_bit(comm: Any, name: str) -> None:
-    """Draws of codecs that round or choose at random began anew."""
+    """Regression: the random streams of codecs restarted."""
     straight, stopped = network(), network()
     train(comm, straight, make(name), range(8))
     optimizer = make(name)

@@ -1,4 +1,4 @@
-"""`compute_gradients` of distributed optimizers and `get_local_and_global_gradients` of tapes, as Horovod has them."""
+"""`compute_gradients` of distributed optimizers and `get_local_and_global_gradients` of tapes, as in Horovod."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def plain_step(model: Any, optimizer: Any, data: Any, scale: float = 1.0) -> lis
 @kinds
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("op", [pytest.param("Average", marks=pytest.mark.long), "Sum"])
-def test_they_are_reduced_once(comm: Any, monkeypatch: Any, kind: str, op: str, graph: bool) -> None:
-    """The gradients that are returned are those of all ranks, and a step with them is that of one process."""
+def test_computed_gradients_are_reduced_once(comm: Any, monkeypatch: Any, kind: str, op: str, graph: bool) -> None:
+    """The returned gradients cover all ranks, and a step with them matches one process."""
     of, make = MAKERS[kind]
     model, alone, plain = network(of), network(of), make()
     optimizer = DistributedOptimizer(make(), op=getattr(hvd, op))
@@ -77,8 +77,8 @@ def test_a_tape_and_a_tensor(comm: Any, kind: str) -> None:
 
 
 @kinds
-def test_gradients_that_were_changed_since(comm: Any, kind: str) -> None:
-    """An average of what is equal is that again; a sum would be too large, and is refused instead of taken."""
+def test_gradients_modified_after_reduction(comm: Any, kind: str) -> None:
+    """Averaging equal values changes nothing; a sum would be too large, and is refused."""
     of, make = MAKERS[kind]
     model, alone, plain = network(of), network(of), make()
     optimizer = DistributedOptimizer(make())
@@ -91,7 +91,7 @@ def test_gradients_that_were_changed_since(comm: Any, kind: str) -> None:
     pairs = summing.compute_gradients(loss_of(model, mine(comm, batch(comm))), model.trainable_variables)
     with pytest.raises(UsageError, match="another sum would be too large"):
         summing.apply_gradients([(gradient * 0.5, variable) for gradient, variable in pairs])
-    plain_step(model, summing, mine(comm, batch(comm, 1)))  # goes on
+    plain_step(model, summing, mine(comm, batch(comm, 1)))  # training continues
 
 
 def test_several_passes_are_refused(comm: Any) -> None:

@@ -1,4 +1,4 @@
-"""Names that Keras makes count what a process has made before: ranks that have made other layers meet all the same."""
+"""Names with Keras' process-wide counters: ranks that have created different layers still communicate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_others(count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def other_numbers(comm: Communicator) -> Iterator[None]:
-    """Layers are counted from other numbers on each rank, and from the same ones after the test."""
+    """Make counters of layers differ among ranks, and be equal again after the test."""
     make_others(comm.rank)
     yield
     make_others(comm.size - 1 - comm.rank)
@@ -49,29 +49,29 @@ def model(norm: Any) -> Any:
 
 
 def test_layers_that_synchronise_in_fit(comm: Communicator) -> None:
-    """They waited for each other for ever, by names of their own."""
+    """Regression: they waited for each other for ever, under different names."""
     x, y, rows = data(comm)
-    whole, made = model(keras.layers.BatchNormalization()), model(hvd.SyncBatchNormalization())
-    names = comm.all_gather_object([layer.name for layer in made.layers])
+    whole, built = model(keras.layers.BatchNormalization()), model(hvd.SyncBatchNormalization())
+    names = comm.all_gather_object([layer.name for layer in built.layers])
     assert len(set(map(str, names))) == comm.size, "this test is of none"
     whole.compile(keras.optimizers.SGD(0.1), "mse")
-    made.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    built.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     for _ in range(2):
         whole.train_on_batch(x, y)
-        made.train_on_batch(x[rows], y[rows])
-    for got, expected in zip(made.get_weights(), whole.get_weights(), strict=True):
+        built.train_on_batch(x[rows], y[rows])
+    for got, expected in zip(built.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_a_tape(comm: Communicator) -> None:
-    made, (x, y, rows) = model(keras.layers.LayerNormalization()), data(comm)
+    built, (x, y, rows) = model(keras.layers.LayerNormalization()), data(comm)
     tape = DistributedGradientTape(tf.GradientTape())
     with tape:
-        loss = tf.reduce_mean((made(x[rows]) - y[rows]) ** 2)
+        loss = tf.reduce_mean((built(x[rows]) - y[rows]) ** 2)
     with tf.GradientTape() as alone:
-        whole = tf.reduce_mean((made(x) - y) ** 2)
-    found, expected = (each.gradient(one, made.trainable_variables) for each, one in ((tape, loss), (alone, whole)))
-    for got, wanted in zip(found, expected, strict=True):
+        whole = tf.reduce_mean((built(x) - y) ** 2)
+    result, expected = (each.gradient(one, built.trainable_variables) for each, one in ((tape, loss), (alone, whole)))
+    for got, wanted in zip(result, expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -79,34 +79,34 @@ def test_layers_in_another_order_are_refused(comm: Communicator) -> None:
     keras.utils.set_random_seed(0)
     first, second = keras.layers.Dense(WIDTH), keras.layers.Dense(WIDTH)
     order = [first, second] if comm.rank == 0 else [second, first]
-    made = keras.Sequential([keras.Input((WIDTH,)), *order])
+    built = keras.Sequential([keras.Input((WIDTH,)), *order])
     tape = DistributedGradientTape(tf.GradientTape())
     x, y, rows = data(comm)
     with tape:
-        loss = tf.reduce_mean((made(x[rows]) - y[rows]) ** 2)
+        loss = tf.reduce_mean((built(x[rows]) - y[rows]) ** 2)
     with pytest.raises(MismatchError, match=r"dense_\d+"):
-        tape.gradient(loss, made.trainable_variables)
+        tape.gradient(loss, built.trainable_variables)
 
 
-def test_layers_that_ranks_freeze_differently_may_have_such_names(comm: Communicator) -> None:
-    """Rank 0 trains the first two of three layers that are alike, and the others the last two: rank 0 warns."""
+def test_alike_layers_frozen_differently_are_warned_of(comm: Communicator) -> None:
+    """Rank 0 trains the first two of three equal layers, and the others the last two: rank 0 warns."""
     keras.utils.set_random_seed(0)
     dense = [keras.layers.Dense(WIDTH) for _ in range(3)]
-    made = keras.Sequential([keras.Input((WIDTH,)), *dense])
+    built = keras.Sequential([keras.Input((WIDTH,)), *dense])
     dense[0 if comm.rank else 2].trainable = False
     x, y, rows = data(comm)
     tape = DistributedGradientTape(tf.GradientTape())
     with tape:
-        loss = tf.reduce_mean((made(x[rows]) - y[rows]) ** 2)
-    with warnings.catch_warnings(record=True) as told:
+        loss = tf.reduce_mean((built(x[rows]) - y[rows]) ** 2)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tape.gradient(loss, made.trainable_variables)
-    assert any("if each freezes others, give them names" in str(one.message) for one in told) is (comm.rank == 0)
+        tape.gradient(loss, built.trainable_variables)
+    assert any("if each freezes others, give them names" in str(one.message) for one in caught) is (comm.rank == 0)
 
 
 @pytest.mark.parametrize("functional", [False, True])
 def test_experts(comm: Communicator, functional: bool) -> None:
-    """MLPs of a model become experts, and layers are made as such."""
+    """MLPs of a model become experts, or layers are constructed as experts."""
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(8, "relu"), keras.layers.Dense(WIDTH)]
     if functional:
@@ -117,15 +117,15 @@ def test_experts(comm: Communicator, functional: bool) -> None:
     else:
         mlp = keras.Sequential([keras.Input((WIDTH,)), *layers])
     mlp.name = "mlp"
-    made = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH), mlp, keras.layers.Dense(WIDTH)])
-    plain = keras.models.clone_model(made)
-    plain.set_weights(made.get_weights())
-    expertize(made, comm, {"mlp": Experts(2 * comm.size, top_k=2, copy=True)})
+    built = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH), mlp, keras.layers.Dense(WIDTH)])
+    plain = keras.models.clone_model(built)
+    plain.set_weights(built.get_weights())
+    expertize(built, comm, {"mlp": Experts(2 * comm.size, top_k=2, copy=True)})
     x, y, rows = data(comm)
-    np.testing.assert_allclose(made(x[rows]), plain(x[rows]), rtol=TOLERANCE, atol=TOLERANCE)
-    made.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    made.train_on_batch(x[rows], y[rows])
-    shared = comm.all_gather_object([each.tolist() for each in gather_weights(made)])
+    np.testing.assert_allclose(built(x[rows]), plain(x[rows]), rtol=TOLERANCE, atol=TOLERANCE)
+    built.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    built.train_on_batch(x[rows], y[rows])
+    shared = comm.all_gather_object([each.tolist() for each in gather_weights(built)])
     assert all(each == shared[0] for each in shared)
     layer = MoE(Experts(2 * comm.size, hidden=3), comm)
     assert layer(x[rows]).shape == (4, WIDTH)

@@ -1,4 +1,4 @@
-"""Layers that ranks mean differently: wrong numbers in silence, or a wait for ever; now an error with the option."""
+"""Ranks that configure layers differently: with the option an error replaces wrong numbers or a deadlock."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ CASES: dict[str, tuple[str, Callable[[Any, bool], object]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_that_mean_other_things_are_told(comm: Any, case: str) -> None:
-    """The option and the ranks are named, on all of them."""
+def test_ranks_with_different_settings_get_an_error(comm: Any, case: str) -> None:
+    """The error names the option and the ranks, on all of them."""
     if comm.size == 1:
         return
     match, call = CASES[case]
@@ -77,7 +77,7 @@ def test_ranks_that_mean_other_things_are_told(comm: Any, case: str) -> None:
         call(comm, comm.rank == comm.size - 1)
 
 
-def test_what_ranks_agree_on_is_compared_once(comm: Any) -> None:
+def test_settings_that_agree_are_compared_once(comm: Any) -> None:
     layers = [ColumnDense(8, comm, style=Column(gather=True)), mixture(comm)]
     counts = []
     for _ in range(4):

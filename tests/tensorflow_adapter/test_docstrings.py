@@ -1,4 +1,4 @@
-"""Examples in the docstrings of TensorFlow's adapter are true: doctest runs them on two ranks."""
+"""Examples in the docstrings of TensorFlow's adapter are correct: doctest runs them on two ranks."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_verbs_and_layers_have_examples() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example(comm: Any, name: str) -> None:
     names = {"ct": ct, "comm": comm, "tf": tf, "hvd": hvd, "np": np}
-    test, said = PARSER.get_doctest(EXAMPLES[name] or "", names, name, None, 0), io.StringIO()
-    results = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.write)
-    assert results.failed == 0, said.getvalue()
+    test, output = PARSER.get_doctest(EXAMPLES[name] or "", names, name, None, 0), io.StringIO()
+    results = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=output.write)
+    assert results.failed == 0, output.getvalue()

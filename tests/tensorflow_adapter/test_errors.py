@@ -1,4 +1,4 @@
-"""Every rank says what is wrong, eagerly and in traced functions, and the next call works."""
+"""Errors reach every rank, eagerly and in traced functions, and the next call works."""
 
 import pickle
 import subprocess
@@ -20,7 +20,7 @@ both = pytest.mark.parametrize("mode", MODES)
 
 
 def expected(mode: str, error: type[Exception]) -> Any:
-    """What a function raises: TensorFlow has errors of its own for what is raised while a graph runs."""
+    """Return the class of an error: TensorFlow replaces those raised while a graph runs by its own."""
     if mode == "eager":
         return error
     return tf.errors.InvalidArgumentError if issubclass(error, ValueError) else tf.errors.UnknownError
@@ -62,7 +62,7 @@ def test_usage_errors(comm: Any, mode: str) -> None:
         in_mode(mode, lambda x: hvd.allreduce(x, op=hvd.Max, prescale_factor=2.0))(tf.constant([True]))
 
 
-def test_other_errors_of_tensorflow_are_not_taken_for_ours(comm: Any) -> None:
+def test_other_errors_of_tensorflow_are_not_converted(comm: Any) -> None:
     with pytest.raises(UsageError) as ours:
         hvd.broadcast(tf.ones(2), comm.size)
     with pytest.raises(tf.errors.InvalidArgumentError) as theirs:
@@ -81,13 +81,13 @@ def test_xla_is_refused(comm: Any, nested: bool) -> None:
         compiled(tf.ones(2))
 
 
-def test_a_compiled_function_within_one_that_communicates(comm: Any) -> None:
+def test_a_compiled_function_inside_one_that_communicates(comm: Any) -> None:
     double = tf.function(lambda x: 2.0 * x, jit_compile=True)
     run = tf.function(lambda x: hvd.allreduce(double(x), op=hvd.Sum))
     check(run(tf.ones(2)), tf.ones(2) * 2.0 * comm.size)
 
 
-# What they can be caught as
+# Classes by which errors can be caught
 
 KINDS = {
     UsageError: [tf.errors.InvalidArgumentError, ValueError],
@@ -100,7 +100,7 @@ KINDS = {
 
 
 def failing(error: Exception) -> Any:
-    """An operation that raises."""
+    """An operation that raises an error."""
 
     def host(array: Any) -> Any:
         raise error
@@ -110,8 +110,8 @@ def failing(error: Exception) -> Any:
 
 @pytest.mark.parametrize("where", ["eager", "graph", "nested", "session", "dataset"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
-def test_errors_are_commlibs_and_tensorflows_at_once(comm: Any, kind: type[CommlibError], where: str) -> None:
-    """Within graphs they were TensorFlow's alone, and eagerly commlib's alone: no `except` caught both."""
+def test_errors_belong_to_commlib_and_tensorflow(comm: Any, kind: type[CommlibError], where: str) -> None:
+    """Regression: they were only TensorFlow's in graphs, and only commlib's eagerly: no `except` caught both."""
     fail = failing(kind(f"a text of {kind.__name__} {where}"))
     with pytest.raises(hvd.HorovodInternalError, match=f"a text of {kind.__name__} {where}") as caught:
         if where == "eager":
@@ -133,12 +133,12 @@ def test_errors_are_commlibs_and_tensorflows_at_once(comm: Any, kind: type[Comml
     assert type(copy) is type(caught.value) and str(copy) == str(caught.value)
 
 
-def test_errors_of_others_stay_what_they_are(comm: Any) -> None:
+def test_other_errors_are_not_changed(comm: Any) -> None:
     with pytest.raises(MismatchError):
         tf.function(failing(MismatchError("of ours")))(tf.ones(2))
 
     def other(array: Any) -> Any:
-        raise RuntimeError("not of ours")  # though its text is within this one
+        raise RuntimeError("not of ours")  # although its text contains this one
 
     with pytest.raises(tf.errors.UnknownError, match="not of ours") as theirs:
         tf.function(lambda x: tf.numpy_function(other, [x], tf.float32))(tf.ones(2))
@@ -162,7 +162,7 @@ def test_an_error_while_a_function_is_traced(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_a_step_of_keras_that_fails(comm: Any) -> None:
-    """Whoever catches HorovodInternalError around `fit` catches it."""
+    """Catching HorovodInternalError around `fit` catches it."""
     model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1 + comm.rank)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(), name="fails"), "mse")
     try:
@@ -184,6 +184,6 @@ for function in (hvd.rank_op, tf.function(lambda: hvd.rank_op())):
         assert isinstance(error, ValueError) and isinstance(error, hvd.HorovodInternalError), type(error)
         print("caught")
 """
-    if comm.rank == 0:  # as every rank would: it is alone
+    if comm.rank == 0:  # as on every rank: it is alone
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert done.stdout == "caught\ncaught\n", done.stderr

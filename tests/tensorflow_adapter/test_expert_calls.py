@@ -1,4 +1,4 @@
-"""How experts of one's own are called in Keras: without rows, and as copies that are alike."""
+"""Calls of user-defined experts in Keras: without rows, and as identical copies."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Mean(keras.layers.Layer):  # type: ignore[misc]
 
 
 class Deviation(Mean):
-    """Of one row it has no gradient that is a number."""
+    """A layer whose gradient of a single row is NaN."""
 
     def size(self, x: Any) -> Any:
         return tf.math.reduce_std(x, 0)
 
 
 class OwnModel(keras.Model):  # type: ignore[misc]
-    """A model that computes more than its layers do."""
+    """A model that does more than call its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class OwnModel(keras.Model):  # type: ignore[misc]
 
 
 class Sharing(Mean):
-    """An MLP with a layer that its model calls before, too."""
+    """An MLP with a layer that its model also calls earlier."""
 
     def __init__(self, norm: Any, **options: Any) -> None:
         super().__init__(**options)
@@ -80,7 +80,7 @@ class Sharing(Mean):
 
 
 def test_layers_that_an_mlp_shares_with_others_are_refused(comm: Communicator) -> None:
-    """Each expert had a copy of the weights, and the layer before was trained by a part of their gradients."""
+    """Regression: each expert had a copy of the weights, and the earlier layer got a part of their gradients."""
     keras.utils.set_random_seed(0)
     norm, x = L.LayerNormalization(name="norm"), keras.Input((WIDTH,))
     hidden = norm(x)
@@ -101,19 +101,19 @@ def rows(rank: int) -> Any:
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("kind", [Mean, Deviation, OwnModel])
 def test_experts_without_rows_have_zeros_as_gradients(comm: Communicator, kind: Any, in_graph: bool) -> None:
-    """They were called, and a mean of none, or a deviation of one row, has gradients that are no numbers."""
+    """Regression: they were called, and a mean of no rows, or a deviation of one, has NaN gradients."""
     keras.utils.set_random_seed(0)
     layer = MoE(Experts(2 * comm.size, top_k=1, balance="none"), comm, expert=kind)
     layer.build((None, WIDTH))
-    layer.router.assign(tf.zeros_like(layer.router))  # all go to the first one
+    layer.router.assign(tf.zeros_like(layer.router))  # all tokens go to the first one
 
     def gradients(x: Any) -> Any:
         with tf.GradientTape() as tape:
             out = tf.reduce_sum(layer(x, training=True))
         return tape.gradient(out, layer.stacks)
 
-    found = (tf.function(gradients) if in_graph else gradients)(tf.constant(rows(comm.rank)))
-    for one in found:
+    result = (tf.function(gradients) if in_graph else gradients)(tf.constant(rows(comm.rank)))
+    for one in result:
         assert one is not None
         assert np.isfinite(one).all()
         assert not np.any(np.asarray(one)[int(comm.rank == 0) :])
@@ -121,8 +121,8 @@ def test_experts_without_rows_have_zeros_as_gradients(comm: Communicator, kind: 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("mixes", [False, True])
-def test_experts_that_are_alike_may_have_the_same_gradients(comm: Communicator, mixes: bool) -> None:
-    """Copies of an MLP to which all tokens go by one gate were said to be reduced by somebody."""
+def test_identical_experts_may_have_equal_gradients(comm: Communicator, mixes: bool) -> None:
+    """Regression: an error claimed that the gradients of identical copies of an MLP had already been reduced."""
     keras.utils.set_random_seed(0)
     mesh = Mesh(dp=-1)
     x = keras.Input((WIDTH,))
@@ -134,15 +134,15 @@ def test_experts_that_are_alike_may_have_the_same_gradients(comm: Communicator, 
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh)
     with tf.GradientTape() as tape:
         out = tf.reduce_sum(model(tf.constant(rows(comm.rank)), training=True))
-    found = tape.gradient(out, model.trainable_variables)
+    result = tape.gradient(out, model.trainable_variables)
     stacks = {id(one) for one in layer.stacks}
     if mixes:
-        found = [
+        result = [
             tf.constant(comm.all_reduce(one.numpy())) if id(weight) in stacks else one
-            for one, weight in zip(found, model.trainable_variables, strict=True)
+            for one, weight in zip(result, model.trainable_variables, strict=True)
         ]
         with pytest.raises(MismatchError, match="gradients of different experts are the same"):
-            optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
+            optimizer.apply_gradients(zip(result, model.trainable_variables, strict=True))
     else:
-        optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
+        optimizer.apply_gradients(zip(result, model.trainable_variables, strict=True))
     mesh.close()

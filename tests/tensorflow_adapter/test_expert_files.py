@@ -1,4 +1,4 @@
-"""Files of experts have what an optimizer keeps, whichever it is: who loads one goes on as if nothing had happened."""
+"""Files of experts contain the state of any optimizer: after loading, training continues unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def made(comm: Communicator, make: Callable[[], Any] | None = None) -> Any:
+def build_model(comm: Communicator, make: Callable[[], Any] | None = None) -> Any:
     layer = MoE(Experts(4, hidden=3, shared=1, bias_rate=0.1), comm, name="mixture")
     model = keras.Sequential([keras.Input((WIDTH,)), layer])
     optimizer = None if make is None else make()
@@ -47,7 +47,7 @@ def made(comm: Communicator, make: Callable[[], Any] | None = None) -> Any:
 
 
 def step(model: Any, optimizer: Any, numbers: Any) -> None:
-    """Update by gradients that are drawn: those of experts are others on each rank, as their values are."""
+    """Update with random gradients: those of experts differ among ranks, as their values do."""
     layer = model.layers[0]
     for number in numbers:
         draw, own = np.random.default_rng(number), np.random.default_rng([number, layer.ranks.axis.rank])
@@ -76,17 +76,17 @@ OFTEN = ("warm-up from 0", "passes")  # PyTorch's tests run more
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in MAKERS]
 )
-def test_who_loads_goes_on(comm: Communicator, tmp_path: Path, name: str) -> None:
-    """The first weight's momentum came back with the rate of step 0; at a rate of 0 it was NaN; most was lost."""
+def test_a_loaded_file_continues_training(comm: Communicator, tmp_path: Path, name: str) -> None:
+    """Regression: the first momentum returned with step 0's rate, at a rate of 0 as NaN; most other state was lost."""
     if comm.size == 3:
         pytest.skip("4 experts")
     make, path = MAKERS[name], same(comm, tmp_path / "experts")
-    model, optimizer = made(comm, make)
+    model, optimizer = build_model(comm, make)
     step(model, optimizer, range(6))
     save_experts(path, model, optimizer)
     comm.barrier()
-    other, loaded = made(comm, make)
-    step(other, loaded, [100])  # what it has kept so far is forgotten
+    other, loaded = build_model(comm, make)
+    step(other, loaded, [100])  # its state so far is discarded
     load_experts(path, other, loaded)
     for one, got in zip(kept(optimizer).items(), kept(loaded).values(), strict=True):
         np.testing.assert_array_equal(got, one[1], err_msg=one[0])
@@ -96,16 +96,16 @@ def test_who_loads_goes_on(comm: Communicator, tmp_path: Path, name: str) -> Non
         np.testing.assert_array_equal(weight, expected, err_msg=expected.path)
 
 
-def test_what_another_optimizer_kept_is_refused(comm: Communicator, tmp_path: Path) -> None:
-    """It was left out, or taken for something else: RMSprop's squares for Adam's second moments."""
+def test_state_of_another_optimizer_is_refused(comm: Communicator, tmp_path: Path) -> None:
+    """Regression: it was ignored or misread: RMSprop's squares became Adam's second moments."""
     if comm.size == 3:
         pytest.skip("4 experts")
     path = same(comm, tmp_path / "experts")
-    model, optimizer = made(comm, lambda: O.RMSprop(0.01, momentum=0.9))
+    model, optimizer = build_model(comm, lambda: O.RMSprop(0.01, momentum=0.9))
     step(model, optimizer, range(1))
     save_experts(path, model, optimizer)
     comm.barrier()
-    other, adam = made(comm, lambda: O.Adam(0.01))
+    other, adam = build_model(comm, lambda: O.Adam(0.01))
     before = [weight.numpy() for weight in (*other.weights, *adam.variables)]
     with pytest.raises(
         UsageError, match=r"router in the file is keras.RMSprop.momentums.* Adam keeps first, second\..* no optimizer"
@@ -119,17 +119,17 @@ def test_what_another_optimizer_kept_is_refused(comm: Communicator, tmp_path: Pa
     np.testing.assert_array_equal(other.layers[0].stacks[0], model.layers[0].stacks[0])
 
 
-def test_between_passes_nothing_is_saved(comm: Communicator, tmp_path: Path) -> None:
-    """What was added up so far is each rank's own, and none of it was in the file."""
-    model, optimizer = made(comm, MAKERS["passes"])
+def test_saving_between_passes_is_refused(comm: Communicator, tmp_path: Path) -> None:
+    """Regression: the accumulated gradients are local to each rank, and were missing from the file."""
+    model, optimizer = build_model(comm, MAKERS["passes"])
     step(model, optimizer, range(3))
     with pytest.raises(UsageError, match=r"has added up 1 of 2 passes .* save after the last pass of a step"):
         save_experts(same(comm, tmp_path / "experts"), model, optimizer)
 
 
 @pytest.mark.ranks(min=2)
-def test_other_optimizers_on_ranks(comm: Communicator, tmp_path: Path) -> None:
-    """Ranks gathered one's momentum and the other's first moments into one array."""
-    model, optimizer = made(comm, (lambda: O.Adam(0.01)) if comm.rank else (lambda: O.SGD(0.1, momentum=0.9)))
+def test_ranks_with_different_optimizers_are_refused(comm: Communicator, tmp_path: Path) -> None:
+    """Regression: one rank's momentum and another's first moments were gathered into one array."""
+    model, optimizer = build_model(comm, (lambda: O.Adam(0.01)) if comm.rank else (lambda: O.SGD(0.1, momentum=0.9)))
     with pytest.raises(MismatchError, match=r"save_experts: .*router/update"):
         save_experts(same(comm, tmp_path / "experts"), model, optimizer)

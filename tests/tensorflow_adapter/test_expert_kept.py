@@ -1,4 +1,4 @@
-"""What layers keep beside weights becomes rank 0's, too, or is warned of."""
+"""Layer state besides weights is broadcast from rank 0 or reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PUT = {
 
 
 def _taken(kept: Any) -> Any:
-    """Return the values that were put somewhere."""
+    """Return the stored values."""
     while not (isinstance(kept, np.ndarray) or hasattr(kept, "numpy")):
         if isinstance(kept, dict):
             kept = next(iter(kept.values()))
@@ -64,9 +64,9 @@ def model(kept: Any) -> Any:
     mlp = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, "gelu"), L.Dense(WIDTH)], name="mlp")
     features = Features(None, name="features")
     features.kept_values = np.zeros(WIDTH, np.float32)
-    made = keras.Model(x, mlp(features(x)))
+    built = keras.Model(x, mlp(features(x)))
     features.kept_values = kept
-    return made
+    return built
 
 
 def plan(comm: Communicator) -> dict[str, Experts]:
@@ -79,15 +79,15 @@ def drawn(rank: int) -> Any:
 
 @pytest.mark.parametrize("kind", [np.asarray, lambda v: tf.Variable(v, trainable=False)])
 @pytest.mark.parametrize("put", PUT)
-def test_variables_and_arrays_become_those_of_rank_0(comm: Communicator, put: str, kind: Any) -> None:
-    """Each rank kept its own random features, and computed by them without a word."""
+def test_variables_and_arrays_are_broadcast_from_rank_0(comm: Communicator, put: str, kind: Any) -> None:
+    """Regression: each rank silently kept its own random features."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "expertize")
-        made = expertize(model(PUT[put](kind(drawn(comm.rank)))), comm, plan(comm))
-    np.testing.assert_array_equal(_taken(made.get_layer("features").kept_values), drawn(0))
+        built = expertize(model(PUT[put](kind(drawn(comm.rank)))), comm, plan(comm))
+    np.testing.assert_array_equal(_taken(built.get_layer("features").kept_values), drawn(0))
     expected = expertize(model(drawn(0)), comm, plan(comm))
     x = np.random.default_rng(9 + comm.rank).normal(size=(2, 3, WIDTH)).astype(np.float32)
-    np.testing.assert_array_equal(made(x), expected(x))
+    np.testing.assert_array_equal(built(x), expected(x))
 
 
 @pytest.mark.ranks(min=2)
@@ -107,17 +107,17 @@ def test_variables_and_arrays_become_those_of_rank_0(comm: Communicator, put: st
         (lambda odd: types.SimpleNamespace(perm=[odd, 1 - odd]), r"kept_values\.perm is list of 2: 0, 1 on rank 0"),
     ],
 )
-def test_what_cannot_become_that_of_rank_0_is_warned_of(comm: Communicator, values: Any, name: str) -> None:
+def test_a_value_that_cannot_be_broadcast_is_warned_of(comm: Communicator, values: Any, name: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         expertize(model(values(int(comm.rank == 1))), comm, plan(comm))
-    said = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
-    assert len(said) == (comm.rank == 0), caught
-    for text in said:
+    messages = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), caught
+    for text in messages:
         assert re.search(rf"expertize: layer \d, Features: {name}", text), text
 
 
-def test_what_says_which_rank_this_is_says_nothing(comm: Communicator) -> None:
+def test_values_that_identify_the_rank_cause_no_warning(comm: Communicator) -> None:
     for own in (comm.rank, [comm.rank], {"rank": comm.rank}, f"cuda:{comm.rank}"):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "expertize")
@@ -125,7 +125,7 @@ def test_what_says_which_rank_this_is_says_nothing(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_values_are_as_they_were_where_verify_refuses(comm: Communicator) -> None:
+def test_values_are_restored_if_verify_refuses(comm: Communicator) -> None:
     plain = model({"a": drawn(comm.rank)})
     with pytest.raises(ValueError, match="expected shape"):
         expertize(plain, comm, plan(comm), verify=np.zeros((2, 3, WIDTH + 1), np.float32))

@@ -1,4 +1,4 @@
-"""Models of Keras on ranks that are to have experts: their other weights become rank 0's, what they are is compared."""
+"""Keras models that get experts: other weights are broadcast from rank 0, and the structure is compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 4
 
 
 class Scaled(keras.layers.Layer):  # type: ignore[misc]
-    """An MLP with an attribute that its call goes by."""
+    """An MLP whose call uses an attribute."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -48,27 +48,27 @@ def plan(comm: Communicator, **options: Any) -> dict[str, Experts]:
 
 
 @pytest.mark.parametrize("broadcasts", [False, True])
-def test_ranks_of_other_seeds_have_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
-    """They kept other weights for good, beside the experts that they shared, and nothing said so."""
+def test_ranks_with_different_seeds_get_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
+    """Regression: besides the shared experts, ranks silently kept different weights."""
     mesh = Mesh(dp=-1)
     plain, expected = dense(comm.rank), dense(0)
     seeds = plain.get_layer("drop").seed_generator.state.numpy()
-    made = expertize(plain, mesh, plan(comm))
-    for one, other in zip(made.get_layer("first").weights, expected.get_layer("first").weights, strict=True):
+    model = expertize(plain, mesh, plan(comm))
+    for one, other in zip(model.get_layer("first").weights, expected.get_layer("first").weights, strict=True):
         np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(made.get_layer("drop").seed_generator.state, seeds)  # each rank draws its own
+    np.testing.assert_array_equal(model.get_layer("drop").seed_generator.state, seeds)  # each rank has its own
     if broadcasts:
-        broadcast_variables(made.variables, 0)
-    made.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), "mse")
+        broadcast_variables(model.variables, 0)
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), "mse")
     x = np.random.default_rng(comm.rank).normal(size=(4, 3, WIDTH)).astype(np.float32)
-    made.fit(x, np.sin(x), batch_size=2, verbose=0)
-    trained = comm.all_gather_object([value.tobytes() for value in gather_weights(made) if value.ndim == 2])
+    model.fit(x, np.sin(x), batch_size=2, verbose=0)
+    trained = comm.all_gather_object([value.tobytes() for value in gather_weights(model) if value.ndim == 2])
     assert trained.count(trained[0]) == comm.size
     mesh.close()
 
 
-def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
-    """Of the rest of the model nothing but shapes was; texts, integers and tensors of MLPs were not."""
+def test_structures_of_models_are_compared(comm: Communicator) -> None:
+    """Regression: only shapes of the rest of the model were compared, and no strings, integers or tensors of MLPs."""
     if comm.size == 1:
         return
     odd = int(comm.rank == 1)
@@ -80,20 +80,20 @@ def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
             mlp = Scaled(name="mlp")
             mlp.scale = values[odd]
             expertize(dense(0, mlp), comm, plan(comm))
-        said = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
-        assert len(said) == (comm.rank == 0), caught
-        if said:
-            assert "Scaled: scale is " in said[0]
+        messages = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+        assert len(messages) == (comm.rank == 0), caught
+        if messages:
+            assert "Scaled: scale is " in messages[0]
     act = ("gelu", "tanh")[odd]
     inner = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, act), L.Dense(WIDTH)], name="mlp")
     expertize(dense(0, inner), comm, plan(comm, hidden=3))
 
 
-def test_what_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
-    """A mixture was said to be an MLP with something else wrong."""
-    made = expertize(dense(0), comm, plan(comm))
+def test_a_layer_that_is_no_plain_mlp_is_refused(comm: Communicator) -> None:
+    """Regression: the error called a mixture an MLP with another fault."""
+    built = expertize(dense(0), comm, plan(comm))
     with pytest.raises(UsageError, match="expertize: mlp is a mixture of experts already"):
-        expertize(made, comm, plan(comm))
+        expertize(built, comm, plan(comm))
     inner = keras.Sequential([keras.Input((3, WIDTH)), L.Dense(6, lambda x: x), L.Dense(WIDTH)], name="mlp")
     with pytest.raises(
         UsageError, match=r"mlp cannot be made from its configuration \(TypeError: .*'Dense'\): .*lambda"

@@ -1,4 +1,4 @@
-"""Steps of Keras' optimizers beside experts: gradients by which ranks part, or experts are mixed, are told."""
+"""Steps of Keras' optimizers with experts: steps that make ranks diverge, or mix experts, are reported."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ WIDTH = 4
 @pytest.mark.parametrize(
     ("way", "graph"), [("plain", True), ("their norm", False), ("our norm", False), ("mixed", False), ("mixed", True)]
 )
-def test_steps_that_nobody_reduces_are_told(comm: Any, way: str, graph: bool) -> None:
-    """Ranks with a plain optimizer, or TensorFlow's own norm, parted in silence; all reduced, experts were mixed."""
+def test_unreduced_steps_are_reported(comm: Any, way: str, graph: bool) -> None:
+    """Regression: with plain optimizers or TensorFlow's norm ranks silently diverged; reducing all mixed experts."""
     if comm.size == 1:
         return
-    ranks = comm.split(0, name="together")  # what is warned of once for these is warned of again
+    ranks = comm.split(0, name="together")  # repeats warnings that appear once per communicator
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((WIDTH,)), MoE(Experts(2 * comm.size, hidden=4), ranks)])
     optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2 if way == "plain" else None)
@@ -65,8 +65,8 @@ def test_steps_that_nobody_reduces_are_told(comm: Any, way: str, graph: bool) ->
             run()
 
 
-def test_each_optimizer_by_which_ranks_part_is_told(comm: Any) -> None:
-    """The second one of a process was not, as the first one was already."""
+def test_each_optimizer_that_makes_ranks_diverge_is_reported(comm: Any) -> None:
+    """Regression: only the first one of a process was reported."""
     if comm.size == 1:
         return
     x = np.random.default_rng(comm.rank).standard_normal((6, WIDTH)).astype(np.float32)
@@ -83,8 +83,8 @@ def test_each_optimizer_by_which_ranks_part_is_told(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("graph", [False, True])
-def test_other_values_on_ranks_are_told(comm: Any, graph: bool) -> None:
-    """Weights beside a mixture that was put into a model kept what the rank's seed had given them."""
+def test_different_values_on_ranks_are_reported(comm: Any, graph: bool) -> None:
+    """Regression: weights outside a mixture that was inserted into a model depended on the rank's seed."""
     mesh = Mesh(dp=-1)
     for broadcasts in (False, True):
         keras.utils.set_random_seed(comm.rank)
@@ -98,7 +98,7 @@ def test_other_values_on_ranks_are_told(comm: Any, graph: bool) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.fit(x, x, batch_size=3, verbose=0)
-        said = [str(one.message) for one in caught if "different values of a weight" in str(one.message)]
-        assert len(said) == (not broadcasts), said
-        assert broadcasts or "first/kernel differs between rank 0 and rank" in said[0]
+        messages = [str(one.message) for one in caught if "different values of a weight" in str(one.message)]
+        assert len(messages) == (not broadcasts), messages
+        assert broadcasts or "first/kernel differs between rank 0 and rank" in messages[0]
     mesh.close()

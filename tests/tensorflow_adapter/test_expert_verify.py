@@ -1,4 +1,4 @@
-"""Mixtures of experts beside dense ones: right ones pass, and what is wrong on one rank is named on all of them."""
+"""Verification of mixtures against dense ones: valid ones pass, and a fault on one rank is named on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commlib.expert.experts import Experts
 from commlib_tensorflow.expert import MoE, expertize, verify
 from tests.inputs.keras_pipelines import in_float64
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 WIDTH = 6
 
@@ -52,16 +52,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", ["verify", "example"])
-def test_copies_of_one_mlp_are_right(comm: Any, option: str) -> None:
-    """The router's gradient is zero then, but for rounding, of which all was said to differ."""
+def test_copies_of_one_mlp_pass(comm: Any, option: str) -> None:
+    """Regression: the router's gradient is zero except for rounding, and was reported to differ entirely."""
     expertize(make(), comm, {"mlp": Experts(2 * comm.size, copy=True)}, **{option: batch(comm)})
 
 
 @pytest.mark.parametrize(
     "name", ["plain", "capacity", *(pytest.param(name, marks=pytest.mark.long) for name in ("sigmoid", "hidden"))]
 )
-def test_what_is_right_passes(comm: Any, name: str) -> None:
-    """And leaves no trace: statistics, losses and variables are as before."""
+def test_valid_mixtures_pass(comm: Any, name: str) -> None:
+    """They leave no trace: statistics, losses and variables are unchanged."""
     options = {"count": 4 * comm.size, "top_k": 2, **OPTIONS[name]}
     model, plan = make(), {"mlp": Experts(**options), "other": Experts(**{**options, "top_k": 1})}
     expertize(model, comm, plan, **{"example" if name == "plain" else "verify": batch(comm)})
@@ -73,8 +73,8 @@ def test_what_is_right_passes(comm: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["output", "router"])
-def test_what_is_wrong_is_named(comm: Any, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer or the weight, by how much, and on which ranks; and the model is as it was."""
+def test_a_fault_is_named(comm: Any, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the layer or weight, the difference and the ranks; the model is unchanged."""
     plain = MoE.call
 
     def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -89,8 +89,8 @@ def test_what_is_wrong_is_named(comm: Any, spoil: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(MoE, "call", call)
     model = make()
     layers, variables = list(map(type, model.layers)), [tuple(variable.shape) for variable in model.variables]
-    said = "the output of mlp" if spoil == "output" else "the gradient of .*router"
-    with pytest.raises(UsageError, match=rf"{said}.* differs from a dense mixture's.*on rank {comm.size - 1} of"):
+    text = "the output of mlp" if spoil == "output" else "the gradient of .*router"
+    with pytest.raises(UsageError, match=rf"{text}.* differs from a dense mixture's.*on rank {comm.size - 1} of"):
         expertize(model, comm, {"mlp": Experts(2 * comm.size, hidden=4)}, verify=batch(comm))
     assert (list(map(type, model.layers)), [tuple(v.shape) for v in model.variables]) == (layers, variables)
     model(batch(comm))

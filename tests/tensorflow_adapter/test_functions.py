@@ -1,4 +1,4 @@
-"""Variables and objects given to all ranks, and elastic state."""
+"""Broadcasts of variables and objects to all ranks, and elastic state."""
 
 import warnings
 from typing import Any
@@ -17,10 +17,10 @@ both = pytest.mark.parametrize("mode", MODES)
 
 def some_variables(comm: Any) -> list[Any]:
     dtypes = [tf.float32, tf.bfloat16, tf.int64, tf.bool]
-    found: list[Any] = [tf.Variable(tf.cast(tf.fill([3, 2], comm.rank), dtype)) for dtype in dtypes]
-    found.append(tf.Variable(float(comm.rank)))
-    found.append(keras.Variable(np.full((40, 40), comm.rank, np.float32), name="of_keras"))
-    return found
+    result: list[Any] = [tf.Variable(tf.cast(tf.fill([3, 2], comm.rank), dtype)) for dtype in dtypes]
+    result.append(tf.Variable(float(comm.rank)))
+    result.append(keras.Variable(np.full((40, 40), comm.rank, np.float32), name="of_keras"))
+    return result
 
 
 @both
@@ -39,7 +39,7 @@ def test_broadcast_variables(comm: Any, mode: str) -> None:
 
 
 def test_variables_do_not_share_memory_afterwards(comm: Any) -> None:
-    """An assigned variable may adopt the memory that it is given; two of them, or the next broadcast, must not."""
+    """An assigned variable may adopt the given memory, but not share it with another one or with the next broadcast."""
     variables = [tf.Variable(tf.fill([5000], float(comm.rank))) for _ in range(2)]
     hvd.broadcast_variables(variables, 0)
     variables[0].assign_add(tf.ones(5000))
@@ -50,7 +50,7 @@ def test_variables_do_not_share_memory_afterwards(comm: Any) -> None:
         check(variable.read_value(), value)
 
 
-def test_what_is_no_variable(comm: Any) -> None:
+def test_a_value_that_is_no_variable_is_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match=r"entry 0 is a .*, expected a variable"):
         hvd.broadcast_variables([tf.ones(2)], 0)
     with pytest.raises(UsageError, match=r"words.*: .*string"):
@@ -132,8 +132,8 @@ def test_a_commit_between_accumulating_passes_is_warned_of(comm: Any, wrap: Any)
 @both
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("where", [tf.py_function, tf.numpy_function])
-def test_elastic_run_restores_what_a_function_of_python_ends(comm: Any, mode: str, where: Any) -> None:
-    """TensorFlow made an UnknownError of a HorovodInternalError that the program raised in it: the job ended."""
+def test_elastic_run_restores_after_an_error_in_a_python_function(comm: Any, mode: str, where: Any) -> None:
+    """Regression: TensorFlow converted a HorovodInternalError raised by the program to UnknownError: the job ended."""
     variable = tf.Variable([float(comm.rank)])
     seen: list[float] = []
 
@@ -152,15 +152,15 @@ def test_elastic_run_restores_what_a_function_of_python_ends(comm: Any, mode: st
 
     check(train(hvd.elastic.TensorFlowState([variable])), tf.constant(float(comm.size)))
     assert seen == [0.0, 0.0]
-    with pytest.raises(tf.errors.UnknownError, match="ZeroDivisionError"):  # none of ours
+    with pytest.raises(tf.errors.UnknownError, match="ZeroDivisionError"):  # not one of ours
         hvd.elastic.run(lambda state: tf.py_function(lambda: 1 / 0, [], tf.float32))(hvd.elastic.ObjectState())
 
 
-def test_passes_begin_anew_where_hosts_change(comm: Any) -> None:
-    """What rank 0 had accumulated went to all ranks, and updates came after the first of two passes from then on."""
+def test_passes_restart_after_a_change_of_hosts(comm: Any) -> None:
+    """Regression: all ranks got rank 0's accumulated gradients, and later updates followed the first of two passes."""
     data = np.random.default_rng(1).standard_normal((6, 4 * comm.size, 3))
 
-    def made(distribute: Any) -> tuple[Any, Any]:
+    def build(distribute: Any) -> tuple[Any, Any]:
         model = small_model(seed=0)
         optimizer = distribute(keras.optimizers.SGD(0.1))
         optimizer.build(model.trainable_variables)
@@ -172,7 +172,7 @@ def test_passes_begin_anew_where_hosts_change(comm: Any) -> None:
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    model, optimizer = made(lambda plain: hvd.DistributedOptimizer(plain, backward_passes_per_step=2))
+    model, optimizer = build(lambda plain: hvd.DistributedOptimizer(plain, backward_passes_per_step=2))
     state: Any = hvd.elastic.TensorFlowKerasState(model, optimizer, step=0)
     raised: list[int] = []
 
@@ -188,7 +188,7 @@ def test_passes_begin_anew_where_hosts_change(comm: Any) -> None:
             state.commit()
 
     train(state)
-    alone, plain = made(lambda plain: plain)
+    alone, plain = build(lambda plain: plain)
     for number in range(3):  # the sum of two means over equal numbers of rows
         with tf.GradientTape() as tape:
             loss = sum(tf.reduce_mean(alone(tf.constant(x)) ** 2) for x in data[2 * number : 2 * number + 2])
@@ -219,8 +219,8 @@ def test_elastic_run_restores_and_tries_again(comm: Any, mode: str) -> None:
     check(variable.read_value(), tf.constant([10.0]))
 
 
-def test_elastic_run_restores_what_an_error_of_the_program_ends(comm: Any) -> None:
-    """HorovodInternalError within `run` ended the job; HostsUpdatedInterrupt keeps the state."""
+def test_elastic_run_restores_after_an_error_of_the_program(comm: Any) -> None:
+    """Regression: HorovodInternalError within `run` ended the job. HostsUpdatedInterrupt keeps the state."""
     variable = tf.Variable([float(comm.rank)])
     state = hvd.elastic.TensorFlowState([variable])
     seen: list[float] = []
@@ -241,11 +241,11 @@ def test_elastic_run_restores_what_an_error_of_the_program_ends(comm: Any) -> No
 
 @both
 @pytest.mark.ranks(min=2)
-def test_elastic_run_where_one_rank_alone_raises(comm: Any, mode: str) -> None:
-    """The others waited for its gradients by name until COMMLIB_TIMEOUT, or for ever."""
+def test_elastic_run_if_only_one_rank_raises(comm: Any, mode: str) -> None:
+    """Regression: the others waited for its gradients by name until COMMLIB_TIMEOUT, or for ever."""
     data = np.random.default_rng(1).standard_normal((4, 2 * comm.size, 3))
 
-    def made(distribute: Any) -> tuple[Any, Any, Any]:
+    def build(distribute: Any) -> tuple[Any, Any, Any]:
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float64")])
         optimizer = distribute(keras.optimizers.SGD(0.1, momentum=0.5))
@@ -260,10 +260,10 @@ def test_elastic_run_where_one_rank_alone_raises(comm: Any, mode: str) -> None:
 
         return model, optimizer, step
 
-    alone, _, step = made(lambda optimizer: optimizer)
+    alone, _, step = build(lambda optimizer: optimizer)
     for batch in data:
         step(tf.constant(batch))
-    model, optimizer, step = made(hvd.DistributedOptimizer)
+    model, optimizer, step = build(hvd.DistributedOptimizer)
     step = in_mode(mode, step)
     state: Any = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
     calls: list[int] = []

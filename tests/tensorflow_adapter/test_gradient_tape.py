@@ -1,4 +1,4 @@
-"""Gradients of a tape are those of one process on the whole batch."""
+"""Gradients of a tape match one process on the whole batch."""
 
 import threading
 from typing import Any
@@ -175,7 +175,7 @@ def test_none_stays_none(comm: Any, mode: str) -> None:
 
 
 def many_gradients(comm: Any, dtype: Any = tf.float32) -> tuple[list[Any], list[Any]]:
-    """Gradients of this rank, enough for several buckets, one of them None and one sparse; and their dense means."""
+    """Return this rank's gradients, enough for several buckets, with a None and a sparse one; and their dense means."""
     shapes = [(300, 700), (7,), (600, 600), (), (2, 3)]
     random = np.random.default_rng(5)
     everyone = [[random.integers(-9, 9, size=shape) for shape in shapes] for _ in range(comm.size)]
@@ -190,7 +190,7 @@ def many_gradients(comm: Any, dtype: Any = tf.float32) -> tuple[list[Any], list[
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16"])
-def test_overlap_or_not_is_the_same(comm: Any, compression: str) -> None:
+def test_overlap_does_not_change_results(comm: Any, compression: str) -> None:
     own, means = many_gradients(comm)
     names = [f"variable {index}" for index in range(len(own))]
     results = []
@@ -214,8 +214,8 @@ def test_overlap_or_not_is_the_same(comm: Any, compression: str) -> None:
 
 
 @both
-def test_memory_of_results_is_used_again_but_never_while_in_use(comm: Any, mode: str) -> None:
-    """A variable that is assigned a result adopts its memory."""
+def test_memory_of_results_is_reused_only_when_free(comm: Any, mode: str) -> None:
+    """A variable adopts the memory of a result that is assigned to it."""
     reducer = GradientsByName(f"memory {mode}", op=hvd.Sum)
     step = in_mode(mode, lambda x: reducer([x], ["x"])[0])
     variable = tf.Variable(tf.zeros(50_000))
@@ -231,15 +231,15 @@ def test_memory_of_results_is_used_again_but_never_while_in_use(comm: Any, mode:
     check(kept[0], tf.fill([50_000], 2.0 * comm.size))
     if comm.size > 1:
         engine = reducer.reducers[0].engine
-        assert engine.is_private(0)  # the variable goes on with the slot's memory
+        assert engine.is_private(0)  # the variable keeps the slot's memory
         variable.assign(tf.zeros(50_000))
         kept.clear()
         step(tf.zeros([50_000]))
         assert not engine.is_private(0)
 
 
-def test_starts_are_made_in_reverse_order_of_variables(comm: Any) -> None:
-    """A traced function runs its stateful nodes in the order in which they were made."""
+def test_reductions_start_in_reverse_order_of_variables(comm: Any) -> None:
+    """A traced function runs its stateful nodes in the order of their creation."""
     reducer = GradientsByName("order", groups=[["a", "b"], ["c"], ["d"]], overlap=True)
     traced = tf.function(lambda *gradients: reducer(gradients, ["a", "b", "c", "d"]))
     traced(*(tf.ones(1) for _ in range(4)))
@@ -254,7 +254,7 @@ def test_starts_are_made_in_reverse_order_of_variables(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_that_were_given_are_not_changed(comm: Any, overlap: bool) -> None:
+def test_input_gradients_are_not_modified(comm: Any, overlap: bool) -> None:
     reducer = GradientsByName(f"given {overlap}", op=hvd.Sum, groups=2, overlap=overlap)
 
     @tf.function
@@ -270,7 +270,7 @@ def test_gradients_that_were_given_are_not_changed(comm: Any, overlap: bool) -> 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_buckets_start_while_backward_runs(comm: Any, overlap: bool, monkeypatch: Any) -> None:
-    """The first layer's gradient waits for the last layer's to be launched: which it is only if they overlap."""
+    """The first layer's gradient waits until the last layer's is launched, which requires overlap."""
     launched = threading.Event()
     seen = []
 
@@ -321,13 +321,13 @@ def test_different_gradients_are_an_error_everywhere(comm: Any, mode: str, overl
         return run()
 
     error = MismatchError if mode == "eager" else tf.errors.UnknownError
-    # At first ranks have not agreed on anything; a layout of their own makes them wait for each other otherwise.
+    # At first ranks have no agreed layout; different layouts would make them wait for each other.
     with pytest.raises(error, match=r"is 'b: .*' on rank 0 but 'b: .*' on rank"):
         reduce(odd)
     reducer = GradientsByName(f"different later {mode} {overlap}", groups=2, overlap=overlap)
     for _ in range(2):
         assert_close(reduce(False), [tf.ones(3), tf.ones(2), tf.ones(4)])
-        if mode == "eager":  # zeros count for the one that is missing, and its rank has the result too
+        if mode == "eager":  # the missing one counts as zeros, and its rank gets the result, too
             assert_close(reduce(odd), [tf.ones(3), tf.fill([2], (comm.size - 1) / comm.size), tf.ones(4)])
             continue
         with pytest.raises(error, match=rf"the gradient of b is None on ranks \[{comm.size - 1}\], but not on ranks"):
@@ -354,8 +354,8 @@ def test_wrong_arguments(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @both
-def test_caps_of_buckets(comm: Any, mode: str) -> None:
-    """They are those of PyTorch's optimizer, and in a graph each bucket has a node of its own."""
+def test_bucket_size_limits(comm: Any, mode: str) -> None:
+    """They match those of PyTorch's optimizer, and in a graph each bucket has its own node."""
     variables = [tf.Variable(tf.ones(256)) for _ in range(4)]
 
     def run() -> Any:
@@ -366,23 +366,23 @@ def test_caps_of_buckets(comm: Any, mode: str) -> None:
         )
         return tape.gradient(loss, variables), tape.reducer
 
-    found: list[Any] = []
+    outcomes: list[Any] = []
 
     def step() -> Any:
         gradients, reducer = run()
-        found.append(reducer)
+        outcomes.append(reducer)
         return gradients
 
     results = in_mode(mode, step)()
     assert_close(results, [tf.fill([256], float(sum(range(1, comm.size + 1))))] * 4)
-    (reducer,) = found[0].reducers
+    (reducer,) = outcomes[0].reducers
     assert [len([p for p in bucket.parameters if p < 4]) for bucket in reducer.buckets] == [1, 2, 1]
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.int32], ids=lambda d: d.name)
 @both
-def test_results_of_any_dtype_that_are_kept_stay_what_they_are(comm: Any, mode: str, dtype: Any) -> None:
+def test_kept_results_of_any_dtype_do_not_change(comm: Any, mode: str, dtype: Any) -> None:
     reducer = GradientsByName(f"kept {mode} {dtype.name}", op=hvd.Sum)
     step = in_mode(mode, lambda x: reducer([x, x + x], ["x", "y"]))
     kept = [step(tf.cast(tf.fill([5000], number), dtype)) for number in range(6)]
@@ -393,8 +393,8 @@ def test_results_of_any_dtype_that_are_kept_stay_what_they_are(comm: Any, mode: 
 
 @pytest.mark.parametrize("compression", ["none", "bf16", "fp16", "int8"])
 @both
-def test_complex_numbers_of_any_shape_and_on_any_way(comm: Any, mode: str, compression: str) -> None:
-    """One number without dimensions was no pair, and pairs that travelled narrow were taken for wide ones."""
+def test_complex_numbers_of_any_shape_and_path(comm: Any, mode: str, compression: str) -> None:
+    """Regression: a complex scalar was no pair, and compressed pairs were decoded as uncompressed ones."""
     reducer = GradientsByName(f"complex {mode} {compression}", compression=compression)
     kinds = [tf.constant(3 - 2j, dtype) * tf.ones(shape, dtype) for dtype in COMPLEX for shape in ((), (0,), (3, 1))]
     names = [str(number) for number in range(len(kinds))]

@@ -19,7 +19,7 @@ from .keras_oracle import assert_close, assert_same_everywhere, batch, mine, net
 
 
 def different(model: Any, rank: int) -> Any:
-    """Give a model weights that differ between ranks."""
+    """Give a model weights that differ among ranks."""
     model.set_weights([weight + rank for weight in model.get_weights()])
     return model
 
@@ -38,7 +38,7 @@ def compiled(optimizer: Any) -> Any:
 
 
 def test_broadcast_before_the_first_batch(comm: Any) -> None:
-    """In Horovod the first batch is computed with weights that differ; here it never is."""
+    """In Horovod the first batch uses different weights on each rank; here it does not."""
     root = comm.size - 1
     model, alone = different(network(), comm.rank), different(network(), root)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 + comm.rank, momentum=0.5))
@@ -62,20 +62,20 @@ def test_broadcast_before_the_first_batch(comm: Any) -> None:
 
 
 def test_broadcast_of_a_second_model(comm: Any) -> None:
-    """A callback used again, as for the folds of a cross-validation, did nothing: replicas stayed different."""
+    """Regression: a callback reused for another model, as in cross-validation, did nothing: replicas differed."""
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     for _ in range(2):
         model = different(network(), comm.rank)
         attached(callback, model).on_train_begin()
         assert_close(model, network())
     different(model, comm.rank)
-    callback.on_train_begin()  # the same model: not again
+    callback.on_train_begin()  # the same model: no second broadcast
     assert_close(model, different(network(), comm.rank))
 
 
 @pytest.mark.ranks(min=2)
 def test_broadcast_after_the_first_batch(comm: Any) -> None:
-    """One rank has made its variables, the others have not: all wait for the first batch."""
+    """One rank has created its variables, the others have not: all wait for the first batch."""
     model = different(network(), comm.rank)
     model.built = comm.rank == 0
     model.optimizer = keras.optimizers.SGD(0.1 + comm.rank)
@@ -92,7 +92,7 @@ def test_broadcast_after_the_first_batch(comm: Any) -> None:
     assert_close(weights(model)[:1], [weights(network())[0] + comm.rank])
 
 
-def test_broadcast_leaves_local_variables_and_seeds(comm: Any) -> None:
+def test_broadcast_does_not_change_local_variables_and_seeds(comm: Any) -> None:
     inputs = keras.layers.Input((3,))
     dropout = keras.layers.Dropout(0.5, seed=comm.rank)
     model = keras.Model(inputs, keras.layers.Dense(2)(dropout(inputs)))
@@ -115,13 +115,13 @@ def test_metric_average(comm: Any) -> None:
     callback = attached(hvd.callbacks.MetricAverageCallback(), None)
     logs = {"val_loss": float(comm.rank), "accuracy": np.float32(2 * comm.rank), "name": "kept"}
     if comm.rank % 2:
-        logs = dict(reversed(logs.items()))  # the order is each rank's own
+        logs = dict(reversed(logs.items()))  # each rank has its own order
     callback.on_epoch_end(0, logs)
     assert logs == {"val_loss": (comm.size - 1) / 2, "accuracy": comm.size - 1, "name": "kept"}
 
 
 @pytest.mark.ranks(min=2)
-def test_metrics_that_one_rank_has_not(comm: Any) -> None:
+def test_metrics_missing_on_one_rank(comm: Any) -> None:
     callback = attached(hvd.callbacks.MetricAverageCallback(), None)
     logs = {"loss": 1.0} if comm.rank else {"loss": 1.0, "val_loss": 2.0}
     with pytest.raises(MismatchError, match=r"rank 0 has the metrics \['loss', 'val_loss'\], but rank 1 \['loss'\]"):
@@ -134,23 +134,23 @@ def test_metrics_that_one_rank_has_not(comm: Any) -> None:
 def rates(callback: Any, optimizer: Any, epochs: int = 4, steps: int = 4) -> list[float]:
     """Return the learning rate in each batch."""
     attached(callback, compiled(optimizer), steps).on_train_begin()
-    found = []
+    results = []
     for epoch in range(epochs):
         callback.on_epoch_begin(epoch)
         for number in range(steps):
             callback.on_train_batch_begin(number)
-            found.append(float(optimizer.learning_rate))
+            results.append(float(optimizer.learning_rate))
             callback.on_train_batch_end(number)
         logs: dict[str, float] = {}
         callback.on_epoch_end(epoch, logs)
-        assert logs["lr"] == found[-1]
-    return found
+        assert logs["lr"] == results[-1]
+    return results
 
 
 def test_schedule_in_steps() -> None:
     callback = hvd.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=3)
-    found = rates(callback, keras.optimizers.SGD(1.0))
-    np.testing.assert_allclose(found, [1.0] * 4 + [0.25] * 4 + [0.125] * 8)
+    result = rates(callback, keras.optimizers.SGD(1.0))
+    np.testing.assert_allclose(result, [1.0] * 4 + [0.25] * 4 + [0.125] * 8)
 
 
 def test_schedule_of_a_number() -> None:
@@ -165,11 +165,11 @@ def test_schedule_in_batches() -> None:
 
 
 def test_warmup(comm: Any, capsys: Any) -> None:
-    """From the rate of one rank to that of all; each epoch ends with a round number."""
+    """The rate rises from that of one rank to that of all; each epoch ends with a round number."""
     callback = hvd.callbacks.LearningRateWarmupCallback(0.1 * comm.size, warmup_epochs=2, verbose=1)
-    found = rates(callback, keras.optimizers.SGD(0.1 * comm.size))
+    result = rates(callback, keras.optimizers.SGD(0.1 * comm.size))
     expected = [0.1 * (1 + (number + 1) / 8 * (comm.size - 1)) for number in range(8)]
-    np.testing.assert_allclose(found, expected + [0.1 * comm.size] * 8, rtol=1e-6)
+    np.testing.assert_allclose(result, expected + [0.1 * comm.size] * 8, rtol=1e-6)
     printed = capsys.readouterr().out
     assert ("Epoch 2: finished gradual learning rate warmup to" in printed) == (comm.rank == 0)
 
@@ -190,9 +190,9 @@ def test_a_rate_that_cannot_be_set() -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("correct", [True, False])
 def test_momentum_correction(correct: bool, wrapped: bool) -> None:
-    """Momentum is past gradients times past learning rates; the first step after a change takes the new rate for them.
+    """Momentum sums past gradients times past rates; the first step after a change rescales it to the new rate.
 
-    In Horovod the number `momentum` is changed, which a traced function does not see.
+    Horovod changes the number `momentum`, which a traced function does not notice.
     """
     inner = keras.optimizers.SGD(1.0, momentum=0.5)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0) if wrapped else inner
@@ -224,7 +224,7 @@ def test_adam_has_no_momentum_to_correct() -> None:
 
 
 def test_best_model(comm: Any, tmp_path: Path) -> None:
-    """Rank 0 writes, the others do not, though each has a directory of its own here."""
+    """Only rank 0 writes, although each rank has its own directory here."""
     model = network()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     callback = attached(hvd.callbacks.BestModelCheckpoint(monitor="val_loss", mode="min"), model)
@@ -246,7 +246,7 @@ def test_best_model(comm: Any, tmp_path: Path) -> None:
 
 
 class State(SimpleNamespace):
-    """What is needed of a state: it counts commits."""
+    """A minimal state that counts commits."""
 
     commits = 0
 
@@ -255,7 +255,7 @@ class State(SimpleNamespace):
 
 
 def test_one_file_of_several_ranks(comm: Any, tmp_path: Path, recwarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keras' ModelCheckpoint on all ranks wrote one file at once, and destroyed it without a word."""
+    """Regression: Keras' ModelCheckpoint on all ranks wrote one file at once, and silently corrupted it."""
     monkeypatch.chdir(tmp_path)
 
     def save(path: str, optimizer: Any, kind: Any = keras.callbacks.ModelCheckpoint) -> list[str]:
@@ -265,16 +265,16 @@ def test_one_file_of_several_ranks(comm: Any, tmp_path: Path, recwarn: Any, monk
         return [str(one.message) for one in recwarn if "ModelCheckpoint writes" in str(one.message)]
 
     own = hvd.DistributedOptimizer(keras.optimizers.SGD())
-    found = save("best-{epoch:02d}.keras", own)
-    assert len(found) == (comm.rank > 0)
-    assert all(f"best-01.keras on rank {comm.rank}: if several ranks write" in one for one in found)
+    result = save("best-{epoch:02d}.keras", own)
+    assert len(result) == (comm.rank > 0)
+    assert all(f"best-01.keras on rank {comm.rank}: if several ranks write" in one for one in result)
     assert not save(f"best-{comm.rank}.keras", own)
     assert not save("best.keras", own, hvd.callbacks.BestModelCheckpoint)
     assert not save("alone.keras", keras.optimizers.SGD())
 
 
 def run(callbacks: list[Any], epochs: list[int], batches: int) -> list[tuple[int, int, int]]:
-    """Do what `fit` does, and return the batch, the epoch and the commits of the state after each batch and epoch."""
+    """Imitate `fit`: return the batch, the epoch and the commits of the state after each batch and epoch."""
     state, seen = callbacks[0].state, []
     for callback in callbacks:
         callback.on_train_begin()
@@ -334,7 +334,7 @@ def test_keras_state(comm: Any) -> None:
 
 
 class FailsOnce(keras.callbacks.Callback):  # type: ignore[misc]
-    """Ends the first epoch 1 in the middle, as an operation that ranks disagree about does."""
+    """Interrupts epoch 1 once, like an operation on which ranks disagree."""
 
     failed = False
 
@@ -348,8 +348,8 @@ class FailsOnce(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("who", "eagerly"), [("all", True), ("one", False)])
-def test_training_goes_on_from_the_last_commit(comm: Any, who: str, eagerly: bool) -> None:
-    """Where one rank alone failed, the others waited for its gradients until COMMLIB_TIMEOUT, or for ever."""
+def test_training_continues_from_the_last_commit(comm: Any, who: str, eagerly: bool) -> None:
+    """Regression: if one rank failed, the others waited for its gradients until COMMLIB_TIMEOUT, or for ever."""
     model, alone = network(), network()
     loss = keras.losses.MeanSquaredError(dtype="float64")
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), loss, run_eagerly=eagerly)
@@ -388,7 +388,7 @@ def test_training_goes_on_from_the_last_commit(comm: Any, who: str, eagerly: boo
     assert_same_everywhere(model)
 
 
-# All of them together, and values
+# All callbacks together, and values
 
 
 def test_all_in_fit(comm: Any) -> None:
@@ -432,7 +432,7 @@ def test_values(comm: Any) -> None:
 
 
 def test_operations_on_values_return_tensors(comm: Any) -> None:
-    """They returned arrays, which lack what scripts call on the tensors that Horovod returns."""
+    """Regression: they returned arrays, which lack methods of the tensors that Horovod returns."""
     value = np.ones(comm.size, np.float32)
     results = [
         hvd.allreduce(value),

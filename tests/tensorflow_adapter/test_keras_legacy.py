@@ -58,7 +58,7 @@ MAKERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_fit_equals_one_process(comm: Any, kind: str) -> None:
-    """With all ranks starting from rank 0's model, before the first batch."""
+    """All ranks start from rank 0's model, before the first batch."""
     model, alone, plain = network(tf_keras), network(tf_keras), MAKERS[kind]()
     model.set_weights([weight + comm.rank for weight in model.get_weights()])
     model.compile(DistributedOptimizer(MAKERS[kind]()), mse, run_eagerly=kind == "new")
@@ -121,7 +121,7 @@ def test_accumulation(comm: Any, monkeypatch: Any, average: bool, graph: bool) -
 
 @pytest.mark.parametrize(("kind", "nesting"), [("new", "outside"), ("new", "inside"), ("legacy", "outside")])
 def test_overflow_on_one_rank(comm: Any, kind: str, nesting: str) -> None:
-    """Keras 2 reduces before it looks: ranks agree without a word."""
+    """Keras 2 reduces before it checks for overflow, so that ranks agree without communication."""
     scaling = tf_keras.mixed_precision.LossScaleOptimizer
     model, alone, plain = network(tf_keras), network(tf_keras), scaling(MAKERS[kind]())
     if nesting == "outside":
@@ -141,7 +141,7 @@ def test_overflow_on_one_rank(comm: Any, kind: str, nesting: str) -> None:
     assert float(optimizer.loss_scale) == 2.0**13
     assert_close(model, alone)
     assert_same_everywhere(model)
-    broadcast = callbacks.BroadcastGlobalVariablesCallback(0)  # the scale, too
+    broadcast = callbacks.BroadcastGlobalVariablesCallback(0)  # it includes the scale
     model.optimizer = optimizer
     if comm.rank:
         optimizer._loss_scale.current_loss_scale.assign(1.0)
@@ -197,7 +197,7 @@ def test_momentum_correction(make: Any) -> None:
 
 
 def test_metrics_and_warmup_in_fit(comm: Any) -> None:
-    model = tf_keras.Sequential([tf_keras.layers.Dense(1)])  # without the shape of its input: built by the first batch
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1)])  # without an input shape: built by the first batch
     model.compile(DistributedOptimizer(tf_keras.optimizers.SGD(0.1, jit_compile=False)), "mse", run_eagerly=True)
     history = model.fit(
         np.full((4, 2), comm.rank, np.float32),
@@ -235,8 +235,8 @@ def test_elastic_state(comm: Any, optimizer: str) -> None:
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "fit"])
 @pytest.mark.parametrize("kind", [hvd.HorovodInternalError, keras_elastic.HostsUpdatedInterrupt])
-def test_passes_begin_anew_after_a_restart(comm: Any, mode: str, kind: type[Exception]) -> None:
-    """The restored model moved by what the passes before a failure had added up, and each update came a pass early."""
+def test_passes_restart_after_a_failure(comm: Any, mode: str, kind: type[Exception]) -> None:
+    """Regression: passes from before a failure moved the restored model, and each update came a pass early."""
     model, alone = network(tf_keras), network(tf_keras)
     optimizer = DistributedOptimizer(tf_keras.optimizers.SGD(0.1), backward_passes_per_step=2)
     model.compile(optimizer, mse)

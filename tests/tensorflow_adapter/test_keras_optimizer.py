@@ -1,4 +1,4 @@
-"""Training over all ranks is training in one process on the whole batch, however Keras is made to train."""
+"""Training with Keras over all ranks matches one process on the whole batch, in every mode of training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAKERS: dict[str, Any] = {
 
 
 class OwnStep(keras.Model):  # type: ignore[misc]
-    """A model with a train_step of the user's own."""
+    """A model with a user-defined train_step."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -49,7 +49,7 @@ class OwnStep(keras.Model):  # type: ignore[misc]
 
 
 def train(comm: Any, make: Any, *, steps: int = 3, **settings: Any) -> None:
-    """Train with a distributed `make()` and with a plain one, and compare."""
+    """Train with a distributed and with a plain `make()`, and compare."""
     model, alone = network(), network()
     optimizer, plain = DistributedOptimizer(make(), **settings), make()
     before = weights(model)
@@ -111,7 +111,7 @@ def test_apply_without_variables(comm: Any) -> None:
     assert_close(model, alone)
 
 
-# Clipping, accumulation, kinds of gradients
+# Clipping, accumulation, and kinds of gradients
 
 
 @pytest.mark.parametrize("clip", [{"global_clipnorm": 0.1}, {"clipvalue": 0.01}])
@@ -138,7 +138,7 @@ def test_clipping_sees_reduced_gradients(comm: Any, clip: dict[str, float]) -> N
 def test_accumulation(
     comm: Any, monkeypatch: Any, own: dict[str, int], settings: dict[str, Any], scale: float, graph: bool
 ) -> None:
-    """One reduction for each real update, of the sum over passes as in Horovod, or of their average."""
+    """Each update needs one reduction, of the sum over passes as in Horovod, or of their average."""
     model, alone = network(), network()
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=2.0, **own), **settings)
     plain = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=2.0)
@@ -162,7 +162,7 @@ def test_accumulation(
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_embedding(comm: Any, kind: str, sparse_as_dense: bool) -> None:
-    """Sparse gradients: the rows that any rank used are updated, those of several by the sum."""
+    """Sparse gradients update the rows that any rank used; rows of several ranks are summed."""
     table, alone = tf.Variable(tf.ones((7, 2), tf.float64)), tf.Variable(tf.ones((7, 2), tf.float64))
     optimizer = DistributedOptimizer(MAKERS[kind](), sparse_as_dense=sparse_as_dense)
     plain = MAKERS[kind]()
@@ -210,7 +210,7 @@ def test_groups_travel_together(comm: Any, monkeypatch: Any) -> None:
 
 
 def test_compression(comm: Any) -> None:
-    """What is sent has 16 bits, so the result is near, but is not the same."""
+    """The transmitted values have 16 bits, so the result is close, but not equal."""
     model, alone = network(), network()
     before = weights(model)
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd_keras.Compression.fp16)
@@ -253,7 +253,7 @@ def test_process_set(comm: Any) -> None:
 
 @pytest.mark.parametrize("scale", [True, False])
 def test_local_layers(comm: Any, scale: bool) -> None:
-    """Gradients of local layers stay on their rank, divided by the number of ranks if wanted."""
+    """Gradients of local layers stay on their rank, divided by the number of ranks if requested."""
     model, alone, local = network(), network(), network()
     optimizer = hvd_keras.PartialDistributedOptimizer(
         keras.optimizers.SGD(0.1), local_layers=model.layers[1], scale_local_gradients=scale
@@ -266,7 +266,7 @@ def test_local_layers(comm: Any, scale: bool) -> None:
     assert_close(weights(model), expected, 1e-8)  # 0.1 / size is not exact
 
 
-# How it hooks in
+# Hooks in Keras' optimizers
 
 
 def test_it_is_the_same_object_of_the_same_class() -> None:
@@ -274,13 +274,13 @@ def test_it_is_the_same_object_of_the_same_class() -> None:
     wrapped = DistributedOptimizer(optimizer)
     assert wrapped is optimizer
     assert isinstance(wrapped, keras.optimizers.AdamW)
-    assert wrapped.__class__ is keras.optimizers.AdamW  # what Keras writes into files
+    assert wrapped.__class__ is keras.optimizers.AdamW  # the class that Keras writes into files
     assert type(wrapped).__name__ == "AdamW"
     assert wrapped.get_config()["learning_rate"] == 0.25
 
 
-def test_which_hook_is_used() -> None:
-    """`_clip_gradients` is private: this test fails where Keras has it no more and reduces in each pass instead."""
+def test_the_expected_hook_is_used() -> None:
+    """`_clip_gradients` is private: this test fails if Keras no longer has it, and reduces in each pass instead."""
     assert _keras3.hook_of(keras.optimizers.SGD) is _keras3.ClipHook
     assert _keras3.hook_of(object) is _keras3.ApplyHook
 
@@ -299,7 +299,7 @@ def test_the_other_hook_trains_as_well(comm: Any, monkeypatch: Any, settings: di
 
 
 class Overrules(keras.optimizers.SGD):  # type: ignore[misc]
-    """An optimizer that updates variables on its own."""
+    """An optimizer that updates variables by itself."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         for gradient, variable in zip(grads, trainable_variables, strict=True):
@@ -321,12 +321,12 @@ def test_an_optimizer_that_does_not_reduce_is_refused() -> None:
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
     ],
 )
-def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         DistributedOptimizer(keras.optimizers.SGD(0.1), **settings)
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_other_objects_are_refused_as_optimizers() -> None:
     with pytest.raises(UsageError, match="got str"):
         DistributedOptimizer("sgd")
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -343,7 +343,7 @@ def test_what_is_no_optimizer_is_refused() -> None:
 def test_passes_are_counted_from_the_first_step() -> None:
     optimizer, variable = keras.optimizers.SGD(0.1), keras.Variable(np.ones(2), dtype="float32")
     optimizer.build([variable])
-    DistributedOptimizer(optimizer, backward_passes_per_step=2)  # built, but it has done nothing yet
+    DistributedOptimizer(optimizer, backward_passes_per_step=2)  # built, but it has not run yet
     optimizer.apply([tf.ones(2)], [variable])
     np.testing.assert_array_equal(variable.numpy(), 1)
     optimizer.apply([tf.ones(2)], [variable])
@@ -361,17 +361,17 @@ def test_compiling_with_xla_is_refused() -> None:
     model = network()
     with pytest.raises(UsageError, match="jit_compile=True does not work with a DistributedOptimizer"):
         model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=True)
-    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)  # others may
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)  # other optimizers may
     assert model.jit_compile
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_auto_is_no_xla_on_a_gpu(monkeypatch: Any, scaled: bool) -> None:
+def test_auto_disables_xla_on_a_gpu(monkeypatch: Any, scaled: bool) -> None:
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: [gpu])
     model = network()
     model.compile(keras.optimizers.SGD(0.1), "mse")
-    assert model.jit_compile  # so this is what makes the difference
+    assert model.jit_compile  # so that the optimizer makes the difference
     optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.1))
     model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer, "mse")
     assert not model.jit_compile

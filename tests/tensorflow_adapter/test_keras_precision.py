@@ -1,4 +1,4 @@
-"""An overflow on one rank is one on all: they skip the step together, and have the same loss scale."""
+"""Loss scales: on an overflow on one rank, all skip the step and change the scale together."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .keras_oracle import (
     weights,
 )
 
-OVERFLOWS = {1, 2, 5}  # steps in which one rank, another one each time, has a gradient that is not finite
+OVERFLOWS = {1, 2, 5}  # steps in which one rank, a different one each time, has a gradient that is not finite
 
 
 def overflowing(comm: Any, number: int, value: float = np.inf) -> Data:
-    """The rows of all ranks; in some steps one of them is too large."""
+    """Return the rows of all ranks; in some steps one of them is too large."""
     x, y = batch(comm, number)
     if number in OVERFLOWS:
         x[number % comm.size * ROWS, 0] = value
@@ -49,7 +49,7 @@ def test_overflow_on_one_rank(comm: Any, kind: str, passes: int) -> None:
     own = {} if passes == 1 else {"gradient_accumulation_steps": passes}
     optimizer = nested(kind, keras.optimizers.SGD(0.1, momentum=0.9), backward_passes_per_step=passes)
     plain = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, **own), dynamic_growth_steps=2)
-    if passes > 1:  # Keras averages over passes where Horovod adds up
+    if passes > 1:  # Keras averages over passes, and Horovod sums
         plain.inner_optimizer.learning_rate = 0.1 * passes
     scales, before = [], weights(model)
     for number in range(8):
@@ -67,7 +67,7 @@ def test_overflow_on_one_rank(comm: Any, kind: str, passes: int) -> None:
 
 
 def test_fit_in_mixed_precision(comm: Any, mixed_float16: None) -> None:
-    """compile() wraps the optimizer in a LossScaleOptimizer on its own."""
+    """compile() itself wraps the optimizer in a LossScaleOptimizer."""
     model, alone = (network(dtype="mixed_float16") for _ in range(2))
     for one in (model, alone):  # small, so that nothing overflows at the initial scale
         one.set_weights([weight * 0.1 for weight in one.get_weights()])
@@ -89,7 +89,7 @@ def test_fit_in_mixed_precision(comm: Any, mixed_float16: None) -> None:
 
 def test_other_loss_scale_optimizers_do_not_communicate(monkeypatch: Any) -> None:
     DistributedOptimizer(keras.optimizers.SGD(0.1))
-    monkeypatch.setattr(core, "start_allreduce", None)  # whoever calls it fails
+    monkeypatch.setattr(core, "start_allreduce", None)  # any caller fails
     plain = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
     variable = keras.Variable(np.ones(2), dtype="float32")
     plain.apply([tf.constant([1.0, 2.0]) * 2.0**15], [variable])

@@ -1,4 +1,4 @@
-"""Saving writes the plain model, and a model loaded by commlib trains on over all ranks."""
+"""Saving writes the plain model, and a model loaded by commlib continues to train on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .keras_oracle import assert_close, assert_same_everywhere, batch, mine, net
 
 
 class Halving(keras.optimizers.SGD):  # type: ignore[misc]
-    """An optimizer of the user's own."""
+    """A user-defined optimizer."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         super().update_step(gradient * 0.5, variable, learning_rate)
@@ -37,7 +37,7 @@ def trained(comm: Any, optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize(("suffix", "scaled"), [("keras", False), ("keras", True), ("h5", False)])
-def test_the_file_is_that_of_the_plain_optimizer(comm: Any, tmp_path: Path, suffix: str, scaled: bool) -> None:
+def test_the_file_matches_the_plain_optimizer(comm: Any, tmp_path: Path, suffix: str, scaled: bool) -> None:
     optimizer: Any = hvd.DistributedOptimizer(keras.optimizers.Adam(0.05), backward_passes_per_step=2)
     model = trained(comm, keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer)
     path = tmp_path / f"model.{suffix}"
@@ -54,7 +54,7 @@ def test_the_file_is_that_of_the_plain_optimizer(comm: Any, tmp_path: Path, suff
         assert_close(state_of(loaded.optimizer), state_of(model.optimizer), 0)
 
 
-def test_load_and_train_on(comm: Any, tmp_path: Path) -> None:
+def test_a_loaded_model_continues_training(comm: Any, tmp_path: Path) -> None:
     model = trained(comm, hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)))
     path = tmp_path / "model.keras"
     model.save(path)
@@ -71,7 +71,7 @@ def test_load_and_train_on(comm: Any, tmp_path: Path) -> None:
         hvd.DistributedOptimizer(loaded.optimizer)
 
 
-def test_load_an_optimizer_of_the_users_own(comm: Any, tmp_path: Path) -> None:
+def test_a_user_defined_optimizer_can_be_loaded(comm: Any, tmp_path: Path) -> None:
     model = trained(comm, hvd.DistributedOptimizer(Halving(0.1)))
     model.save(tmp_path / "model.keras")
     loaded = hvd.load_model(tmp_path / "model.keras", custom_optimizers=[Halving], compression=hvd.Compression.bf16)
@@ -84,13 +84,13 @@ def test_load_an_optimizer_of_the_users_own(comm: Any, tmp_path: Path) -> None:
     assert_same_everywhere(loaded)
 
 
-def test_load_a_model_without_optimizer(tmp_path: Path) -> None:
+def test_a_model_without_optimizer_can_be_loaded(tmp_path: Path) -> None:
     network().save(tmp_path / "model.keras")
     assert_close(hvd.load_model(tmp_path / "model.keras"), network(), 1e-6)
 
 
-def test_a_model_that_xla_compiled_is_not_compiled_any_more(monkeypatch: Any, comm: Any, tmp_path: Path) -> None:
-    """On a GPU "auto" is resolved, and saved, with the plain optimizer."""
+def test_a_model_compiled_by_xla_loads_without_xla(monkeypatch: Any, comm: Any, tmp_path: Path) -> None:
+    """On a GPU "auto" is resolved and saved with the plain optimizer."""
     model = network()
     model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(), jit_compile=True)
     step(model, model.optimizer, batch(comm))
@@ -114,7 +114,7 @@ PLAIN: dict[str, Any] = {
 
 
 def after_four_steps(optimizer: Any, gradient: float, kind: Any = keras.Variable) -> float:
-    """Return what a weight of 0 is then."""
+    """Return the value of a weight that starts at 0."""
     weight = kind(np.zeros(1), dtype="float32")
     for _ in range(4):
         optimizer.apply_gradients([(tf.constant([gradient]), weight)])
@@ -123,10 +123,8 @@ def after_four_steps(optimizer: Any, gradient: float, kind: Any = keras.Variable
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"op": hvd.Sum, "compression": "bf16"}, {"backward_passes_per_step": 2}])
-def test_what_is_made_of_a_distributed_type_reduces_as_it_does(
-    comm: Any, settings: dict[str, Any], legacy: bool
-) -> None:
-    """It failed at its first step; a deep copy trained alone, without a word."""
+def test_copies_of_a_distributed_optimizer_reduce_like_it(comm: Any, settings: dict[str, Any], legacy: bool) -> None:
+    """Regression: some failed in the first step; a deep copy silently trained alone."""
     of, kind = (tf_keras, tf.Variable) if legacy else (keras, keras.Variable)
     optimizer = hvd.DistributedOptimizer(of.optimizers.SGD(0.5, momentum=0.25), **settings)
     total = comm.size * (comm.size + 1) / 2
@@ -144,18 +142,18 @@ def test_what_is_made_of_a_distributed_type_reduces_as_it_does(
         assert after_four_steps(make(optimizer), comm.rank + 1.0, kind) == pytest.approx(weight, rel=1e-6), name
 
 
-def test_what_keras_writes_of_a_distributed_optimizer_is_plain(comm: Any) -> None:
-    """It could not be pickled."""
+def test_keras_serialises_a_distributed_optimizer_as_plain(comm: Any) -> None:
+    """Regression: it could not be pickled."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.25))
     for name, make in PLAIN.items():
-        made = make(optimizer)
-        assert type(made) is keras.optimizers.SGD and made.momentum == 0.25, name
+        wrapped = make(optimizer)
+        assert type(wrapped) is keras.optimizers.SGD and wrapped.momentum == 0.25, name
         expected = after_four_steps(keras.optimizers.SGD(0.5, momentum=0.25), comm.rank + 1.0)
-        assert after_four_steps(made, comm.rank + 1.0) == expected, name
+        assert after_four_steps(wrapped, comm.rank + 1.0) == expected, name
         assert type(hvd.DistributedOptimizer(make(optimizer))) is not keras.optimizers.SGD
 
 
-def test_no_other_optimizer_is_made_like_one_that_knows_its_variables(comm: Any) -> None:
+def test_an_optimizer_with_variables_cannot_be_recreated(comm: Any) -> None:
     first = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
     first.register_local_var(keras.Variable(np.zeros(1)))
     second = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), groups=[[keras.Variable(np.zeros(1))]])

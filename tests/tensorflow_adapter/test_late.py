@@ -1,4 +1,4 @@
-"""Eager tensors of a device: TensorFlow's, on the late device. What commlib does is late; nobody must see that."""
+"""TensorFlow's eager tensors on the late device: commlib's work is late, and must be waited for."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_results_in_use(comm: Any, place: HostTensors) -> None:
     device_verbs.results_in_use(comm, place)
 
 
-def test_memory_that_came_back_is_kept_until_tensorflow_was_waited_for(comm: Any, place: HostTensors) -> None:
-    """TensorFlow gives memory back when what reads it has been queued, not when it has run."""
+def test_returned_memory_is_reused_only_after_tensorflow_has_run(comm: Any, place: HostTensors) -> None:
+    """TensorFlow returns memory once its readers are queued, not when they have run."""
 
     def there() -> Any:
         LATE.synchronise()
-        found = np.empty(1000, np.float32)
-        ctypes.memmove(found.ctypes.data, address, found.nbytes)
-        return found
+        result = np.empty(1000, np.float32)
+        ctypes.memmove(result.ctypes.data, address, result.nbytes)
+        return result
 
     got = ct.all_reduce(place.put(np.ones(1000, np.float32)), ranks=comm)
     address = place.taken[-1]
@@ -56,7 +56,7 @@ def test_memory_that_came_back_is_kept_until_tensorflow_was_waited_for(comm: Any
 
 
 @pytest.mark.ranks(min=2)
-def test_a_missing_wait_is_seen(comm: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_is_detected(comm: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     monkeypatch.setattr("commlib_tensorflow.devices.wait_for", lambda event, on_wait: None)
     with LATE.careless(), pytest.raises(AssertionError):

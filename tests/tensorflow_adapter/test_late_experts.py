@@ -1,4 +1,4 @@
-"""Experts whose rows are on a device: TensorFlow's, on the late device. There, too, a mixture is that of one rank."""
+"""Experts with rows on the late device: a mixture in TensorFlow matches one rank there, too."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.tensorflow_adapter.late import HostTensors, watched
 
 @pytest.fixture
 def group(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Communicator]:
-    """All ranks, in a group of their own, whose late streams wait for each other."""
+    """A separate group of all ranks, whose late streams wait for each other."""
     monkeypatch.setattr(LATE, "has_signals", True)
-    made = comm.split(0)
-    yield made
-    made.close()
+    ranks = comm.split(0)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture
@@ -44,30 +44,28 @@ def test_equals_one_rank(group: Any, place: HostTensors, name: str) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_eagerly_and_with_other_numbers_of_tokens(group: Any, place: HostTensors, chunks: int) -> None:
+def test_ranks_may_have_different_numbers_of_tokens_eagerly(group: Any, place: HostTensors, chunks: int) -> None:
     options = Experts(6, hidden=10, balance="none", chunks=chunks)
     experts.check(group, options, rows=[4, 0, 1, 2], compiled=False)
 
 
 def test_gradients_outside_of_the_traced_function(group: Any, place: HostTensors) -> None:
-    """Where TensorFlow orders nothing, and the nodes wait for each other."""
-    layer = experts.made(Experts(6, hidden=10, balance="none"), group)
+    """TensorFlow does not order these operations, and the nodes wait for each other."""
+    layer = experts.build_model(Experts(6, hidden=10, balance="none"), group)
     x = tf.constant(experts.tokens(group, None)[group.rank])
-    found = []
+    results = []
     for call in (layer, tf.function(layer)):
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = tf.reduce_sum(tf.square(call(x, training=True)))
-        found.append(tape.gradient(y, [x, *(variable.value for variable in layer.trainable_variables)]))
-    for eager, traced in zip(*found, strict=True):
+        results.append(tape.gradient(y, [x, *(variable.value for variable in layer.trainable_variables)]))
+    for eager, traced in zip(*results, strict=True):
         np.testing.assert_allclose(eager, traced, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.ranks(min=2)
-def test_rows_do_not_pass_through_memory_of_the_host(
-    group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their places do, and numbers with each of them."""
+def test_rows_are_not_staged_in_host_memory(group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only their places and counts use host memory."""
     layer = MoE(Experts(6, hidden=10, balance="none"), group)
     layer.build((None, 200))
     x = np.ones((400, 200), np.float32)

@@ -1,4 +1,4 @@
-"""Gradients and operations by name on a device: TensorFlow's, on the late device. What commlib does there is late."""
+"""TensorFlow's gradients and operations by name on the late device: commlib's work there is late."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ both = pytest.mark.parametrize("mode", MODES)
 
 @pytest.fixture(autouse=True)
 def signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let late streams wait for those of other ranks, so that nothing need go through the host."""
+    """Let late streams wait for those of other ranks, so that no data needs the host."""
     monkeypatch.setattr(LATE, "has_signals", True)
     monkeypatch.setattr(LATE, "delay", 1e-3)
 
 
 @pytest.fixture
 def group(comm: Any) -> Iterator[Communicator]:
-    """All ranks: a group of its own, since one finds out once whether streams wait for other ranks."""
-    made = comm.split(0)
-    yield made
-    made.close()
+    """A separate group of all ranks, as each group determines once whether streams can wait for other ranks."""
+    ranks = comm.split(0)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_rows_stay_on_the_device(comm: Any, place: HostTensors, monkeypatch: pyt
     assert gathered <= {DeviceArray} and (gathered or comm.size == 1)
 
 
-def test_rows_beside_ranks_that_have_joined(comm: Any, place: HostTensors) -> None:
+def test_rows_with_joined_ranks(comm: Any, place: HostTensors) -> None:
     bodies.joined_rows(comm)
 
 
@@ -110,7 +110,7 @@ def test_compression(comm: Any, place: HostTensors, mode: str, compression: Any)
 @pytest.mark.parametrize("compression", ["int8", "powersgd:rank=2"])
 def test_compression_beyond_a_cast(comm: Any, place: HostTensors, mode: str, compression: str) -> None:
     on_device = bodies.compressed(comm, place, mode, compression)
-    if compression == "int8":  # others draw numbers, by names
+    if compression == "int8":  # other codecs draw numbers, by names
         place.close()
         on_host = bodies.compressed(comm, place, mode, compression)
         place.open()
@@ -128,10 +128,10 @@ def test_traced_verbs(group: Any, place: HostTensors) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_gradients_do_not_pass_through_memory_of_the_host(
+def test_gradients_are_not_staged_in_host_memory(
     comm: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the flags, which say what other ranks had; and TensorFlow takes each result where it was reduced."""
+    """Only the flags of ranks do; TensorFlow uses each result where it was reduced."""
     staged: list[int] = []
     original = LATE.staging
 
@@ -154,11 +154,11 @@ def test_gradients_do_not_pass_through_memory_of_the_host(
 
 
 @pytest.mark.ranks(min=2)
-def test_slots_are_not_written_before_tensorflow_was_waited_for(
+def test_slots_are_rewritten_only_after_tensorflow_has_run(
     comm: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has been told to do with a gradient that is gone may not have run."""
-    variable, found = tf.Variable(place.put(np.ones(1000, np.float32))), []
+    """Queued operations on a freed gradient may not have run yet."""
+    variable, results = tf.Variable(place.put(np.ones(1000, np.float32))), []
 
     def there() -> Any:
         LATE.synchronise()
@@ -168,7 +168,7 @@ def test_slots_are_not_written_before_tensorflow_was_waited_for(
 
     def looking(where: str) -> None:
         if place.taken:
-            found.append(there()[0])
+            results.append(there()[0])
         settle(where)
 
     monkeypatch.setattr("commlib_tensorflow.gradients.settle", looking)
@@ -176,13 +176,13 @@ def test_slots_are_not_written_before_tensorflow_was_waited_for(
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(variable) * float(step)
         ct.DistributedGradientTape(tape).gradient(loss, variable)
-    assert found == [0, 1, 2]
+    assert results == [0, 1, 2]
     assert (there() == 3).all()
 
 
 @pytest.mark.ranks(min=2)
 @both
-def test_a_missing_wait_is_seen(comm: Any, place: HostTensors, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_is_detected(comm: Any, place: HostTensors, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     monkeypatch.setattr("commlib_tensorflow.devices.wait_for", lambda event, on_wait: None)
     monkeypatch.setattr("commlib.coordinator.device_execution.wait_for", lambda event, on_wait: None)
@@ -193,7 +193,7 @@ def test_a_missing_wait_is_seen(comm: Any, place: HostTensors, mode: str, monkey
 
 @pytest.mark.ranks(min=2)
 @both
-def test_ranks_whose_tensors_are_elsewhere_are_told(comm: Any, mode: str) -> None:
+def test_ranks_with_tensors_on_different_devices_are_refused(comm: Any, mode: str) -> None:
     place = late() if comm.rank else None
     variable = tf.Variable([1.0, 2.0])
 

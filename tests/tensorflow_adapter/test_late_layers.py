@@ -1,4 +1,4 @@
-"""Moves and divided layers on tensors of a device: TensorFlow's, on the late device."""
+"""Moves and divided layers on TensorFlow's tensors of the late device."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_divided_layers(comm: Any, place: HostTensors) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("meet", [True, False], ids=["streams meet", "by the host"])
-def test_stages(comm: Any, place: HostTensors, meet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LATE, "has_signals", meet)
-    ranks = comm.split(0)  # what is found out about streams is kept
+@pytest.mark.parametrize("signals", [True, False], ids=["streams signal", "by the host"])
+def test_stages(comm: Any, place: HostTensors, signals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LATE, "has_signals", signals)
+    ranks = comm.split(0)  # properties of streams are cached per communicator
     device_layers.stages(ranks, place)

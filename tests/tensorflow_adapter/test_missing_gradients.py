@@ -1,4 +1,4 @@
-"""A gradient that only some ranks have is zeros on the others, as in one process; one that no rank has stays None."""
+"""Missing gradients count as zeros if another rank has them, as in one process; without any they stay None."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MAKERS: dict[str, Any] = {
 
 
 def gradients(rank: int, step: int) -> list[Any]:
-    """Of four variables: of all ranks, of rank 0, of no rank, and of every second rank in turn."""
-    made = [tf.constant(np.random.default_rng([rank, step, place]).normal(size=3)) for place in range(4)]
-    return [made[0], made[1] if rank == 0 else None, None, made[3] if (rank + step) % 2 else None]
+    """Gradients of four variables: on all ranks, on rank 0, on no rank, and on every second rank in turn."""
+    created = [tf.constant(np.random.default_rng([rank, step, place]).normal(size=3)) for place in range(4)]
+    return [created[0], created[1] if rank == 0 else None, None, created[3] if (rank + step) % 2 else None]
 
 
 def whole(ranks: int, step: int) -> list[Any]:
-    """The means over all ranks, which one process would have."""
+    """Return the means over all ranks, as in one process."""
     everyone = zip(*(gradients(rank, step) for rank in range(ranks)), strict=True)
     there = ([one for one in theirs if one is not None] for theirs in everyone)
     return [sum(theirs) / ranks if theirs else None for theirs in there]
@@ -52,8 +52,8 @@ def variables() -> list[Any]:
         *(pytest.param(kind, False, marks=pytest.mark.long) for kind in ("passes", "scale")),
     ],
 )
-def test_weights_are_those_of_one_process(comm: Any, kind: str, graph: bool) -> None:
-    """It was a MismatchError. Each rank lacks other gradients, in a graph by the path that it was traced along."""
+def test_weights_match_one_process(comm: Any, kind: str, graph: bool) -> None:
+    """Regression: MismatchError. Each rank lacks different gradients, in a graph by the traced path."""
     mine, alone = variables(), variables()
     traced: dict[Any, Any] = {}
     distributed, plain = MAKERS[kind](), MAKERS[kind]()
@@ -81,7 +81,7 @@ def test_weights_are_those_of_one_process(comm: Any, kind: str, graph: bool) -> 
 
 
 @pytest.mark.parametrize("eagerly", [pytest.param(False, marks=pytest.mark.long), True])
-def test_fit_a_model_that_goes_other_ways_on_other_ranks(comm: Any, eagerly: bool) -> None:
+def test_fit_a_model_with_different_branches_on_ranks(comm: Any, eagerly: bool) -> None:
     class Branches(keras.Model):  # type: ignore[misc]
         def __init__(self, way: int | None) -> None:
             super().__init__()
@@ -99,7 +99,7 @@ def test_fit_a_model_that_goes_other_ways_on_other_ranks(comm: Any, eagerly: boo
             return tf.concat([self.ways[min(rank, 1)](part) for rank, part in enumerate(parts)], 0)
 
     x = np.random.default_rng(0).normal(size=(4 * comm.size, 3))
-    mse = keras.losses.MeanSquaredError(dtype="float64")  # a function's own are in float32, in which a third is another
+    mse = keras.losses.MeanSquaredError(dtype="float64")  # the function computes in float32, in which a third differs
     model, alone = Branches(min(comm.rank, 1)), Branches(None)
     for one, data, optimizer in (
         (model, x[4 * comm.rank : 4 * comm.rank + 4], DistributedOptimizer(MAKERS["decay"]())),
@@ -122,7 +122,7 @@ def test_a_rank_without_any_gradient_takes_part(comm: Any) -> None:
         np.testing.assert_allclose(variable.numpy(), 1 - 1 / comm.size)
 
 
-def test_what_a_rank_does_not_hand_over_is_no_zeros(comm: Any) -> None:
+def test_an_omitted_variable_does_not_count_as_zeros(comm: Any) -> None:
     """Ranks that update different parts of a model at the same time are out of step."""
     first, second = [keras.Variable(np.ones(2)), keras.Variable(np.ones(2))]
     optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0))
@@ -132,8 +132,8 @@ def test_what_a_rank_does_not_hand_over_is_no_zeros(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_sparse_gradients_are_to_be_there_or_dense(comm: Any, graph: bool) -> None:
-    """Ranks parted: the one without took nothing."""
+def test_sparse_gradients_must_exist_or_be_dense(comm: Any, graph: bool) -> None:
+    """Regression: ranks diverged: a rank without the gradient was not updated."""
     rows = lambda: tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([3, 2]))  # noqa: E731
     tables = [keras.Variable(np.ones((3, 2))) for _ in range(2)]
 
@@ -154,7 +154,7 @@ def test_sparse_gradients_are_to_be_there_or_dense(comm: Any, graph: bool) -> No
     np.testing.assert_allclose(tables[0].numpy() - before, [[0, 0], [-1 / comm.size] * 2, [0, 0]], rtol=1e-6)
 
 
-def test_keras_2_and_tapes_in_a_graph_name_what_to_do(comm: Any) -> None:
+def test_keras_2_and_tapes_in_a_graph_give_advice(comm: Any) -> None:
     variable, other = tf.Variable(tf.ones(2)), tf.Variable(tf.ones(2))
     given = lambda: [tf.ones(2), tf.ones(2) if comm.rank == 0 else None]  # noqa: E731
     optimizer = DistributedOptimizer(tf_keras.optimizers.SGD(1.0))

@@ -1,4 +1,4 @@
-"""A mixture of experts over some ranks is the same layer on one rank that has all tokens."""
+"""A mixture of experts over several ranks matches the same layer on one rank that has all tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TOLERANCE = 2e-5
 
 
 def single(comm: Communicator) -> Communicator:
-    found = comm.split(comm.rank, name="alone")
-    assert found is not None
-    return found
+    group = comm.split(comm.rank, name="alone")
+    assert group is not None
+    return group
 
 
 def tokens(comm: Communicator, rows: list[int] | None) -> list[Any]:
@@ -34,7 +34,7 @@ def tokens(comm: Communicator, rows: list[int] | None) -> list[Any]:
     return [draw.normal(size=(count, 5, WIDTH)).astype(np.float32) for count in counts]
 
 
-def made(options: Any, ranks: Any, **kwargs: Any) -> Any:
+def build_model(options: Any, ranks: Any, **kwargs: Any) -> Any:
     random.seed(1)
     layer = MoE(options, ranks, name="mixture", **kwargs)
     layer.build((None, 5, WIDTH))
@@ -54,8 +54,8 @@ def step(layer: Any, x: Any, auxiliary: float, compiled: bool) -> tuple[Any, Any
         of_x, *of_weights = tape.gradient(total, [x, *weights])
         return y, loss, of_x, of_weights
 
-    found: tuple[Any, Any, Any, list[Any]] = (tf.function(run) if compiled else run)(tf.constant(x))
-    return found
+    result: tuple[Any, Any, Any, list[Any]] = (tf.function(run) if compiled else run)(tf.constant(x))
+    return result
 
 
 def near(got: Any, expected: Any, what: str) -> None:
@@ -66,9 +66,9 @@ def check(
     comm: Communicator, options: Any, rows: list[int] | None = None, compiled: bool = True, **kwargs: Any
 ) -> None:
     xs = tokens(comm, rows)
-    layer, whole = made(options, comm, **kwargs), made(options, single(comm), **kwargs)
+    layer, whole = build_model(options, comm, **kwargs), build_model(options, single(comm), **kwargs)
     y, loss, of_x, of_weights = step(layer, xs[comm.rank], 1.0, compiled)
-    # The loss of one process is a mean over all tokens, those of ranks are over theirs, and are added up here.
+    # The loss of one process is a mean over all tokens; those of ranks are means over their own, summed here.
     expected, whole_loss, of_all, of_all_weights = step(whole, np.concatenate(xs), float(comm.size), compiled)
     first = sum(len(x) for x in xs[: comm.rank])
     mine = slice(first, first + len(xs[comm.rank]))
@@ -109,8 +109,8 @@ def test_equals_one_rank(comm: Communicator, name: str) -> None:
 
 @pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
-def test_other_numbers_of_tokens(comm: Communicator, compiled: bool, chunks: int) -> None:
-    """A rank may have no tokens at all; it takes part all the same. Eagerly and in a graph."""
+def test_ranks_may_have_different_numbers_of_tokens(comm: Communicator, compiled: bool, chunks: int) -> None:
+    """A rank without tokens still takes part, eagerly and in a graph."""
     options = Experts(6, hidden=10, balance="none", chunks=chunks)
     check(comm, options, rows=[4, 0, 1, 2], compiled=compiled)
 
@@ -131,8 +131,8 @@ def pooling() -> Any:
     return keras.Sequential([*into, layers.Flatten(), layers.Dense(WIDTH)])
 
 
-def test_experts_that_take_no_empty_batches(comm: Communicator) -> None:
-    """Of no rows a convolution made another shape, and pooling ended the process in backward."""
+def test_experts_that_reject_empty_batches(comm: Communicator) -> None:
+    """Regression: without rows a convolution returned another shape, and pooling aborted the process in backward."""
     check(comm, Experts(8, top_k=1, balance="none"), rows=[1, 0, 1, 0], expert=pooling)
 
 
@@ -153,8 +153,8 @@ class Raises(keras.layers.Layer):  # type: ignore[misc]
         return self.inner(x)
 
 
-def test_what_an_expert_raises_is_heard(comm: Communicator) -> None:
-    """The others waited. All go on with the next call."""
+def test_an_error_of_an_expert_reaches_all_ranks(comm: Communicator) -> None:
+    """Regression: the others waited. Now all continue with the next call."""
     model = [MoE(Experts(2 * comm.size), comm, expert=lambda: Raises(comm), name=f"mixture_{n}") for n in range(2)]
     x = tf.ones((3, WIDTH))
     before = model[1](model[0](x))
@@ -163,22 +163,22 @@ def test_what_an_expert_raises_is_heard(comm: Communicator) -> None:
         with pytest.raises(ArithmeticError if comm.rank == rank else PeerError) as caught:
             model[0](x)
         if comm.rank != rank:
-            said = f"mixture_0: experts of rank {rank} of .* raised ArithmeticError: .*no memory"
-            assert re.search(said, str(caught.value), re.DOTALL)
+            text = f"mixture_0: experts of rank {rank} of .* raised ArithmeticError: .*no memory"
+            assert re.search(text, str(caught.value), re.DOTALL)
         Raises.on = -1
         near(model[1](model[0](x)), before, "outputs")
 
 
-@pytest.mark.long  # several passes are below, in the usual run too
+@pytest.mark.long  # tests of several passes are below, in the usual run too
 @pytest.mark.parametrize("compiled", [False, True])
 def test_balance_without_a_loss(comm: Communicator, compiled: bool) -> None:
-    """After each step what is added to scores for choosing moves towards even load, alike on all ranks."""
+    """After each step the bias for choosing experts moves towards even load, identically on all ranks."""
     keras.utils.set_random_seed(0)
     layer: Any = MoE(Experts(6, top_k=1, hidden=4, balance="none", bias_rate=0.05), comm, name="one")
     model = keras.Sequential([keras.Input((5, WIDTH)), layer])
     model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=not compiled)
     x = tokens(comm, None)[comm.rank]
-    layer.router.assign_add(np.eye(6, 1, dtype=np.float32) * x.mean((0, 1)))  # many prefer this one
+    layer.router.assign_add(np.eye(6, 1, dtype=np.float32) * x.mean((0, 1)))  # many tokens prefer this one
     loads = []
     for _ in range(60 if compiled else 3):
         before = layer.expert_bias.numpy()
@@ -193,8 +193,8 @@ def test_balance_without_a_loss(comm: Communicator, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
-def test_balance_by_the_tokens_of_several_passes(comm: Communicator, compiled: bool) -> None:
-    """A compiled step of two passes asked for the load before the second one was counted, which came in the next."""
+def test_balance_covers_several_passes(comm: Communicator, compiled: bool) -> None:
+    """Regression: a compiled step of two passes used the load before the second one, which was counted in the next."""
     keras.utils.set_random_seed(0)
     layer: Any = MoE(Experts(6, top_k=1, hidden=4, balance="none", bias_rate=0.05), comm, name="one")
     model = keras.Sequential([keras.Input((5, WIDTH)), layer])
@@ -205,14 +205,14 @@ def test_balance_by_the_tokens_of_several_passes(comm: Communicator, compiled: b
         before = layer.expert_bias.numpy()
         for number in range(2):
             near(layer.expert_bias, before, f"bias before pass {number}")
-            x = draw.normal(size=(3, 5, WIDTH)) + 3 * draw.normal(size=WIDTH)  # each pass prefers another one
+            x = draw.normal(size=(3, 5, WIDTH)) + 3 * draw.normal(size=WIDTH)  # each pass prefers a different one
             model.train_on_batch(x, x)
         load = np.array(layer.stats().load)
         near(layer.expert_bias, before + 0.05 * np.sign(np.round(load.mean() - load, 9)), "bias")
 
 
-def test_masked_tokens_go_nowhere(comm: Communicator) -> None:
-    layer = made(Experts(6, hidden=4), comm)
+def test_masked_tokens_are_not_sent(comm: Communicator) -> None:
+    layer = build_model(Experts(6, hidden=4), comm)
     x = tf.constant(tokens(comm, None)[comm.rank])
     mask = tf.sequence_mask([3] * 3, 5)
     y = layer(x, training=True, mask=mask)
@@ -225,13 +225,16 @@ def test_masked_tokens_go_nowhere(comm: Communicator) -> None:
 
 @pytest.mark.usefixtures("mixed_float16")
 def test_mixed_precision(comm: Communicator) -> None:
-    """The router computes in float32 whatever the layer does."""
-    layer = made(Experts(6, hidden=16, gated=True, activation="silu"), comm)
+    """The router always computes in float32."""
+    layer = build_model(Experts(6, hidden=16, gated=True, activation="silu"), comm)
     y, _, of_x, of_weights = step(layer, tokens(comm, None)[comm.rank].astype(np.float16), 1.0, True)
     assert y.dtype == of_x.dtype == tf.float16
     assert {gradient.dtype for gradient in of_weights} == {tf.float32}
     keras.config.set_dtype_policy("float32")
     expected, *_ = step(
-        made(Experts(6, hidden=16, gated=True, activation="silu"), comm), tokens(comm, None)[comm.rank], 1.0, True
+        build_model(Experts(6, hidden=16, gated=True, activation="silu"), comm),
+        tokens(comm, None)[comm.rank],
+        1.0,
+        True,
     )
     np.testing.assert_allclose(y, expected, rtol=0.05, atol=0.02)

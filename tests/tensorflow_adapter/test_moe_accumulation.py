@@ -1,4 +1,4 @@
-"""Experts whose gradients are added up over several backwards are as in one process, among replicas and in stages."""
+"""Experts with accumulated gradients match one process, among replicas and in stages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, ga
 from commlib_tensorflow.expert import MoE
 from tests.inputs.keras_pipelines import in_float64
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 WIDTH, ROWS = 6, 4
 
 
-def made(ranks: Any) -> Any:
+def build(ranks: Any) -> Any:
     keras.utils.set_random_seed(0)
     given = keras.Input((3, WIDTH))
     x = keras.layers.Dense(WIDTH)(given)
@@ -30,12 +30,12 @@ def made(ranks: Any) -> Any:
 
 def passes(own: Communicator | None) -> list[tuple[Any, Any]]:
     """Return two batches, or this rank's rows of them."""
-    found = []
+    results = []
     for seed in range(2):
         draw = np.random.default_rng(seed)
         x, y = (draw.normal(size=(ROWS, 3, WIDTH)) for _ in range(2))
-        found.append((x, y) if own is None else tuple(np.split(one, own.size)[own.rank] for one in (x, y)))
-    return found  # type: ignore[return-value]
+        results.append((x, y) if own is None else tuple(np.split(one, own.size)[own.rank] for one in (x, y)))
+    return results  # type: ignore[return-value]
 
 
 def sgd(**options: Any) -> Any:
@@ -49,18 +49,18 @@ def gradients(model: Any, x: Any, y: Any, tape: Any) -> list[Any]:
 
 
 def alone(comm: Communicator, scale: float = 1.0) -> list[Any]:
-    """Return the weights of one process after two steps, each by the sum of the gradients of two batches."""
-    model, optimizer = made(comm.split(comm.rank, name="alone")), sgd()
+    """Return one process' weights after two steps, each by the accumulated gradients of two batches."""
+    model, optimizer = build(comm.split(comm.rank, name="alone")), sgd()
     for _ in range(2):
         first, second = (gradients(model, *one, tf.GradientTape()) for one in passes(None))
         summed = [scale * (a + b) for a, b in zip(first, second, strict=True)]
         optimizer.apply(summed, model.trainable_variables)
-    found: list[Any] = model.get_weights()
-    return found
+    result: list[Any] = model.get_weights()
+    return result
 
 
-def compare(found: list[Any], expected: list[Any]) -> None:
-    for got, wanted in zip(found, expected, strict=True):
+def compare(result: list[Any], expected: list[Any]) -> None:
+    for got, wanted in zip(result, expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)  # routers compute in float32
 
 
@@ -68,24 +68,24 @@ def compare(found: list[Any], expected: list[Any]) -> None:
     "way", ["optimizer", *(pytest.param(one, marks=pytest.mark.long) for one in ("tape", "steps"))]
 )
 def test_several_backwards_before_a_step(comm: Communicator, way: str) -> None:
-    """Sums of gradients that are reduced once, sums of reduced ones, and those that Keras adds up."""
+    """Sums that are reduced once, sums of reduced gradients, and sums in Keras match."""
     if comm.size == 3:
         pytest.skip("4 experts")
     mesh = Mesh(dp=-1)
-    model = made(mesh)
+    model = build(mesh)
     optimizer = sgd(**({"gradient_accumulation_steps": 2} if way == "steps" else {}))
     if way != "tape":
         optimizer = DistributedOptimizer(optimizer, mesh=mesh)
     for _ in range(2):
-        found = []
+        results = []
         for x, y in passes(comm):
             tape = tf.GradientTape()
             tape = DistributedGradientTape(tape) if way == "tape" else tape
-            found.append(gradients(model, x, y, tape))
+            results.append(gradients(model, x, y, tape))
             if way == "steps":
-                optimizer.apply(found[-1], model.trainable_variables)
+                optimizer.apply(results[-1], model.trainable_variables)
         if way != "steps":
-            optimizer.apply([a + b for a, b in zip(*found, strict=True)], model.trainable_variables)
+            optimizer.apply([a + b for a, b in zip(*results, strict=True)], model.trainable_variables)
     compare(gather_weights(model), alone(comm, 0.5 if way == "steps" else 1.0))
     mesh.close()
 
@@ -93,11 +93,11 @@ def test_several_backwards_before_a_step(comm: Communicator, way: str) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_several_batches_before_a_step_of_stages(comm: Communicator, stages: int) -> None:
-    """Gradients, and routers' losses, of two `pipe.step` count in one update."""
+    """One update includes gradients and router losses of two `pipe.step`."""
     if comm.size == 3:
         pytest.skip("4 experts")
     mesh = Mesh(pp=stages, dp=-1)
-    pipe = pipeline(made(mesh), mesh["pp"], microbatches=2)
+    pipe = pipeline(build(mesh), mesh["pp"], microbatches=2)
     pipe.compile(DistributedOptimizer(sgd(), mesh=mesh), "mse")
     for _ in range(2):
         for x, y in passes(mesh["dp"]):

@@ -1,4 +1,4 @@
-"""A mixture of experts that is computed again for a backward counts once, and is the same or refused."""
+"""Mixtures of experts that a backward recomputes: they count once, and match or are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, ROWS = 6, 2
 
 
 class Block(keras.layers.Layer):  # type: ignore[misc]
-    """x + moe(x), whose activations may be computed again."""
+    """x + moe(x) with optional recomputation."""
 
     def __init__(self, moe: Any, again: bool) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Block(keras.layers.Layer):  # type: ignore[misc]
         return x + self.moe(x) if self.again is None else self.again(x)
 
 
-def made(comm: Communicator, again: bool, **options: Any) -> Any:
+def build_model(comm: Communicator, again: bool, **options: Any) -> Any:
     keras.utils.set_random_seed(1)
     layer: Any = MoE(Experts(4, **{"hidden": 4, "balance": "none", "min_capacity": 1, **options}), comm)
     return layer, Block(layer, again)
 
 
 def gradients(comm: Communicator, again: bool, compiled: bool, **options: Any) -> tuple[list[Any], Any]:
-    layer, block = made(comm, again, **options)
+    layer, block = build_model(comm, again, **options)
     given = keras.Input((5, WIDTH))
     model = keras.Model(given, block(given))
     x = np.random.default_rng(comm.rank).normal(size=(ROWS, 5, WIDTH)).astype(np.float32)
@@ -56,23 +56,23 @@ def gradients(comm: Communicator, again: bool, compiled: bool, **options: Any) -
 
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
 def test_recompute_grad(comm: Communicator, compiled: bool) -> None:
-    """It counted twice, and the second time as in evaluation: with the capacity of that, so gradients were others."""
+    """Regression: tokens counted twice, and recomputation used evaluation's capacity, so that gradients were wrong."""
     options = {"capacity_factor": 0.5, "eval_capacity_factor": 4.0}
     expected, layer = gradients(comm, False, compiled, **options)
-    found, other = gradients(comm, True, compiled, **options)
-    for one, gradient in zip(found, expected, strict=True):
+    result, other = gradients(comm, True, compiled, **options)
+    for one, gradient in zip(result, expected, strict=True):
         np.testing.assert_allclose(one, gradient, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(other.mixture.load, layer.mixture.load)
     assert other.stats() == layer.stats()
 
 
-def test_what_would_be_lost_is_refused(comm: Communicator) -> None:
-    """Router's losses had no gradient, and what is drawn, and a mask, were others when computed again."""
+def test_recomputation_with_side_effects_is_refused(comm: Communicator) -> None:
+    """Regression: router losses lost their gradient, and random numbers and masks changed in the recomputation."""
     with pytest.raises(UsageError, match=r"the router's loss has no gradient within tf.recompute_grad"):
         gradients(comm, True, False, balance="sequence")
     with pytest.raises(UsageError, match="draw different random numbers when they recompute"):
         gradients(comm, True, False, noise=1.0)
-    _, block = made(comm, True)
+    _, block = build_model(comm, True)
     words = keras.Input((5,))
     model = keras.Model(words, block(keras.layers.Embedding(9, WIDTH, mask_zero=True)(words)))
     with tf.GradientTape() as tape:
@@ -81,11 +81,11 @@ def test_what_would_be_lost_is_refused(comm: Communicator) -> None:
         tape.gradient(y, [variable.value for variable in block.trainable_variables])
 
 
-def test_a_layer_made_in_a_scope_of_keras(comm: Communicator) -> None:
-    """It was called with options that TensorFlow does not compute again in a graph, and not built in one."""
+def test_a_layer_created_in_a_scope_of_keras(comm: Communicator) -> None:
+    """Regression: it had options that TensorFlow does not recompute in a graph, and was not built in one."""
     x = np.random.default_rng(comm.rank).normal(size=(ROWS, 5, WIDTH)).astype(np.float32)
     with keras.RematScope("full"):
-        layer, _ = made(comm, False, hidden=4)
+        layer, _ = build_model(comm, False, hidden=4)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.function(layer)(x, training=True))
     assert tape.gradient(loss, layer.router.value) is not None
@@ -94,8 +94,8 @@ def test_a_layer_made_in_a_scope_of_keras(comm: Communicator) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.long)])
-def test_stages_that_compute_again(comm: Communicator, schedule: Any) -> None:
-    """Statistics counted the tokens of a stage twice."""
+def test_stages_that_recompute_count_tokens_once(comm: Communicator, schedule: Any) -> None:
+    """Regression: statistics counted the tokens of a stage twice."""
     alone = comm.split(comm.rank)
     assert alone is not None
     keras.utils.set_random_seed(1)

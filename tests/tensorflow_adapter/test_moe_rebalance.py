@@ -1,4 +1,4 @@
-"""Experts that move between ranks take all with them that is theirs: what optimizers keep, and copies of the model."""
+"""Rebalancing moves all state of experts between ranks: optimizer state and copies of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ O = keras.optimizers  # noqa: E741
 WIDTH = 6
 
 
-def made(ranks: Any) -> Any:
+def build(ranks: Any) -> Any:
     keras.utils.set_random_seed(0)
     x = given = keras.Input((3, WIDTH))
     for name in ("first", "second"):
@@ -34,7 +34,7 @@ def made(ranks: Any) -> Any:
 
 
 def busy(model: Any) -> None:
-    """Let the experts of the first rank be chosen most often."""
+    """Make the experts of the first rank the most popular."""
     for layer in (one for one in model.layers if isinstance(one, MoE)):
         layer.stats()
         load = [9.0 if owner == 0 else 1.0 for owner in layer.mixture.placement.owners]
@@ -42,7 +42,7 @@ def busy(model: Any) -> None:
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
-    """Update by gradients that are drawn for the whole model."""
+    """Update with random gradients for the whole model."""
     draw, variables = np.random.default_rng(number), model.trainable_variables
     gradients = []
     for variable in variables:
@@ -71,15 +71,15 @@ MAKERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize(
     "name", ["averages", *(pytest.param(one, marks=pytest.mark.long) for one in ("passes", "two"))]
 )
-def test_averages_and_copies_go_along(comm: Communicator, name: str) -> None:
-    """Moments stayed behind without the optimizer, and an average of weights was of other experts than before."""
+def test_averages_and_copies_are_moved(comm: Communicator, name: str) -> None:
+    """Regression: without the optimizer moments were not moved, and averages belonged to different experts."""
     if comm.size == 3:
         pytest.skip("8 experts")
-    found = []
+    results = []
     for ranks in (comm.split(comm.rank, name="alone"), comm):
-        model, average, optimizer = made(ranks), made(ranks), MAKERS[name]()
+        model, average, optimizer = build(ranks), build(ranks), MAKERS[name]()
         for number in range(4):
-            if number in (1, 2):  # and between two passes
+            if number in (1, 2):  # also between two passes
                 before = owners(model)
                 busy(model)
                 rebalance_experts(model, copies=[average])
@@ -90,22 +90,22 @@ def test_averages_and_copies_go_along(comm: Communicator, name: str) -> None:
         kept = [variable for variable in optimizer.variables if variable.name.endswith("average")]
         assert len(kept) == (len(model.trainable_variables) if name == "averages" else 0)
         averages = [whole(*pair) for pair in zip(model.trainable_variables, kept, strict=False)]
-        found.append([*gather_weights(model), *gather_weights(average), *averages])
-    for expected, got in zip(*found, strict=True):
+        results.append([*gather_weights(model), *gather_weights(average), *averages])
+    for expected, got in zip(*results, strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_a_checkpoint_knows_where_experts_are(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A model that resumed took weights of moved experts for those of others."""
+def test_a_checkpoint_knows_the_places_of_experts(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Regression: a resumed model loaded weights of moved experts into the wrong ones."""
     if comm.size == 3:
         pytest.skip("8 experts")
     folder = comm.broadcast_object(str(tmp_path_factory.mktemp("moved")))
-    model, x = made(comm), np.random.default_rng(comm.rank).standard_normal((4, 3, WIDTH)).astype(np.float32)
+    model, x = build(comm), np.random.default_rng(comm.rank).standard_normal((4, 3, WIDTH)).astype(np.float32)
     busy(model)
     rebalance_experts(model)
     expected = gather_weights(model)
     Checkpoint(folder, model=model).save(1)
-    other = made(comm)
+    other = build(comm)
     other.set_weights([np.zeros(one.shape, one.dtype) for one in other.weights])
     assert owners(other) != owners(model)
     assert Checkpoint(folder, model=other).resume() == 1
@@ -115,10 +115,10 @@ def test_a_checkpoint_knows_where_experts_are(comm: Communicator, tmp_path_facto
     np.testing.assert_array_equal(other(x), model(x))
 
 
-def test_a_checkpoint_of_tensorflow_knows_where_experts_are(
+def test_a_tensorflow_checkpoint_knows_the_places_of_experts(
     comm: Communicator, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """It knows variables alone, and gave back weights of moved experts for those of others."""
+    """Regression: it stores only variables, and restored weights of moved experts into the wrong ones."""
     if comm.size == 3:
         pytest.skip("8 experts")
     x = np.random.default_rng(comm.rank).standard_normal((4, 3, WIDTH)).astype(np.float32)
@@ -126,7 +126,7 @@ def test_a_checkpoint_of_tensorflow_knows_where_experts_are(
     given = keras.Input((3, WIDTH))
     mlp = keras.Sequential([keras.Input((3, WIDTH)), dense(8, "gelu"), dense(WIDTH)], name="mlp")
     made_of_one = expertize(keras.Model(given, mlp(given)), comm, {"mlp": Experts(8)})
-    for model in (made(comm), made_of_one):
+    for model in (build(comm), made_of_one):
         before, expected, outputs = owners(model), gather_weights(model), model(x)
         files = tf.train.Checkpoint(model=model)
         path = files.save(str(tmp_path_factory.mktemp("own") / "files"))
@@ -140,11 +140,11 @@ def test_a_checkpoint_of_tensorflow_knows_where_experts_are(
         np.testing.assert_array_equal(model(x), outputs)
 
 
-def test_elastic_state_knows_where_experts_are(comm: Communicator) -> None:
-    """What was restored after experts had moved were weights of others."""
+def test_elastic_state_knows_the_places_of_experts(comm: Communicator) -> None:
+    """Regression: state restored after a move had weights of the wrong experts."""
     if comm.size == 3:
         pytest.skip("8 experts")
-    model, x = made(comm), np.random.default_rng(comm.rank).standard_normal((4, 3, WIDTH)).astype(np.float32)
+    model, x = build(comm), np.random.default_rng(comm.rank).standard_normal((4, 3, WIDTH)).astype(np.float32)
     state = TensorFlowKerasState(model)
     before, expected, outputs = owners(model), gather_weights(model), model(x)
     busy(model)
@@ -158,17 +158,17 @@ def test_elastic_state_knows_where_experts_are(comm: Communicator) -> None:
 
 
 def test_other_copies_are_refused(comm: Communicator) -> None:
-    """Before anything moves, on all ranks."""
+    """They are refused on all ranks before anything moves."""
     if comm.size == 3:
         pytest.skip("8 experts")
-    model = made(comm)
+    model = build(comm)
     for other in (keras.Sequential([keras.Input((3, WIDTH)), keras.layers.Dense(2)]), model):
         busy(model)
         with pytest.raises(
             UsageError, match=r"one of copies=, has no mixture like first .*made and moved in the same way"
         ):
             rebalance_experts(model, copies=[other])
-    before, other = gather_weights(model), made(comm)
+    before, other = gather_weights(model), build(comm)
     busy(model)
     with pytest.raises(MismatchError, match=r"rebalance_experts: first.*copy 1"):
         rebalance_experts(model, copies=[] if comm.rank else [other])
@@ -177,7 +177,7 @@ def test_other_copies_are_refused(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, keras.models.clone_model, pickle.dumps])
-def test_how_to_copy_is_said(comm: Communicator, copied: Callable[[Any], Any]) -> None:
-    """A copy was said to have no configuration, and no more."""
+def test_refused_copies_give_advice(comm: Communicator, copied: Callable[[Any], Any]) -> None:
+    """Regression: the error only stated that a copy has no configuration."""
     with pytest.raises(UsageError, match=r"for a copy construct another model, and load gather_weights\(model\)"):
-        copied(made(comm))
+        copied(build(comm))

@@ -1,4 +1,4 @@
-"""Both modules of the adapter have nothing less than before, and nothing by accident."""
+"""Names of both modules of the adapter: they export all earlier names, and none by accident."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ TYPES = {"WrappedOptimizer"}
 
 
 def exported(module: Any) -> set[str]:
-    """The names in `__all__`: each once, and each there."""
+    """Return the names in `__all__`, each of which exists and appears once."""
     assert len(module.__all__) == len(set(module.__all__))
     assert all(hasattr(module, name) for name in module.__all__)
     return set(module.__all__)
@@ -88,8 +88,8 @@ def test_names_are_not_modules_of_the_same_name() -> None:
         assert getattr(tf_hvd, name).__doc__
 
 
-def test_generic_words_of_styles_are_not_at_top_level() -> None:
-    """`from commlib_tensorflow import *` replaced typing's `Sequence`."""
+def test_generic_names_of_styles_are_not_at_top_level() -> None:
+    """Regression: `from commlib_tensorflow import *` replaced typing's `Sequence`."""
     assert not {"PerRank", "Plan", "Replicate", "Sequence", "Slice"} & set(tf_hvd.__all__)
     styles = {"Column", "PerRank", "Plan", "Replicate", "Row", "Sequence", "Vocabulary"}
     assert styles <= exported(tf_hvd.tensor)

@@ -1,4 +1,4 @@
-"""1-bit Adam and 1-bit LAMB as optimizers of Keras. The arithmetic itself is tested in tests/unit/optim."""
+"""1-bit Adam and 1-bit LAMB as optimizers of Keras. Tests in tests/unit/optim cover the arithmetic."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def train(comm: Any, model: Any, optimizer: Any, first: int, last: int, *, trace
         step(model, optimizer, data) if function is None else function(*map(tf.constant, data))
 
 
-def test_before_the_freeze_it_is_adam_on_the_whole_batch(comm: Any) -> None:
+def test_before_the_freeze_it_matches_adam_on_the_whole_batch(comm: Any) -> None:
     options = {"learning_rate": 0.01, "weight_decay": 0.1, "epsilon": 1e-7}
     model, optimizer = make(freeze_step=100, **options)
     alone, reference = network(dtype="float32"), keras.optimizers.Adam(**options)
     train(comm, model, optimizer, 0, 5)
     for number in range(5):
         step(alone, reference, batch(comm, number))
-    # Keras adds epsilon before it corrects the second moment, which counts for less than 1e-5 of a step of 0.01 here;
-    # otherwise few roundings, of numbers up to 3, in each of 5 steps.
+    # Keras adds epsilon before it corrects the second moment, which matters less than 1e-5 of a step of 0.01 here;
+    # otherwise a few roundings, of numbers up to 3, in each of 5 steps.
     assert_close(model, alone, 5 * (1e-5 * 0.01 + 20 * 2.0**-24))
     assert int(optimizer.iterations) == 5
     assert_same_everywhere(model)
 
 
 @pytest.mark.parametrize(("kind", "traced"), [(OneBitAdam, False), (OneBitLAMB, True)])
-def test_after_the_freeze_all_ranks_stay_the_same(comm: Any, kind: Any, traced: bool) -> None:
+def test_after_the_freeze_all_ranks_stay_equal(comm: Any, kind: Any, traced: bool) -> None:
     model, optimizer = make(kind)
     train(comm, model, optimizer, 0, 8, traced=traced)
     assert_same_everywhere(model)
@@ -83,8 +83,8 @@ def test_ranks_agree_on_a_step_under_loss_scaling(comm: Any) -> None:
     assert_same_everywhere(model)
 
 
-def test_a_saved_model_goes_on(comm: Any, tmp_path: Any) -> None:
-    """Exactly before the freeze, when there is nothing but variables; and later without what signs lost so far."""
+def test_a_saved_model_continues_training(comm: Any, tmp_path: Any) -> None:
+    """It is exact before the freeze, when all state is in variables; later it lacks the compression residuals."""
     model, optimizer = make(OneBitLAMB)
     model.compile(optimizer, "mse")
     train(comm, model, optimizer, 0, 2)
@@ -102,7 +102,7 @@ def test_a_saved_model_goes_on(comm: Any, tmp_path: Any) -> None:
     assert_same_everywhere(later)
 
 
-def test_wrong_uses(comm: Any) -> None:
+def test_invalid_uses_are_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match="freeze_step"):
         make(freeze_step=0)
     model, optimizer = make()
@@ -115,7 +115,7 @@ def test_wrong_uses(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_differ_are_told(comm: Any) -> None:
+def test_ranks_with_different_options_are_refused(comm: Any) -> None:
     model, optimizer = make(freeze_step=2 + comm.rank)
     with pytest.raises(MismatchError, match=r"OneBitAdam.*freeze_step"):
         train(comm, model, optimizer, 0, 1)
@@ -131,8 +131,8 @@ def test_ranks_that_differ_are_told(comm: Any) -> None:
         ({"weight_decay": -0.1}, "weight_decay"),
     ],
 )
-def test_wrong_options_are_told_when_it_is_made(comm: Any, options: dict[str, Any], message: str) -> None:
-    """They were told in the first step, by which time ranks had met, or never."""
+def test_invalid_options_are_refused_at_construction(comm: Any, options: dict[str, Any], message: str) -> None:
+    """Regression: the error came in the first step, after communication, or never."""
     with pytest.raises(UsageError, match=message):
         make(**options)
 
@@ -145,7 +145,7 @@ def test_the_learning_rate_may_be_a_schedule(comm: Any) -> None:
 
 
 def test_late_gradients_are_warned_of(comm: Any) -> None:
-    """Only PyTorch's optimizer said so."""
+    """Regression: only PyTorch's optimizer warned."""
     variables = [keras.Variable(np.ones(2), dtype="float32") for _ in range(2)]
     _, optimizer = make(freeze_step=2)
     optimizer.build(variables)

@@ -1,4 +1,4 @@
-"""The ordered verbs on tensors: every dtype, eagerly and in traced functions, at once and as Work."""
+"""The ordered verbs on tensors: every dtype, eagerly and in traced functions, blocking and as Work."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_movement(comm: Any, dtype: Any, mode: str) -> None:
     whole = tf.concat(parts, 0)
 
     def move(x: Any) -> Any:
-        found = {
+        result = {
             "all_gather": ct.all_gather(x),
             "all_gather_v": ct.all_gather_v(x[: comm.rank + 1]),
             "broadcast": ct.broadcast(x, last, ranks=comm),
@@ -72,15 +72,15 @@ def test_movement(comm: Any, dtype: Any, mode: str) -> None:
         }
         gathered = ct.gather(x, last)
         assert (gathered is None) == (comm.rank != last)
-        return found if gathered is None else {**found, "gather": gathered}
+        return result if gathered is None else {**result, "gather": gathered}
 
-    found = in_mode(mode, move)(parts[comm.rank])
-    check(found["all_gather"], whole)
-    check(found["all_gather_v"], tf.concat([part[: rank + 1] for rank, part in enumerate(parts)], 0))
-    check(found["broadcast"], parts[last])
-    check(found["scatter"], parts[comm.rank])
+    result = in_mode(mode, move)(parts[comm.rank])
+    check(result["all_gather"], whole)
+    check(result["all_gather_v"], tf.concat([part[: rank + 1] for rank, part in enumerate(parts)], 0))
+    check(result["broadcast"], parts[last])
+    check(result["scatter"], parts[comm.rank])
     if comm.rank == last:
-        check(found["gather"], whole)
+        check(result["gather"], whole)
 
 
 @both
@@ -90,20 +90,20 @@ def test_scans_and_uneven_shards(comm: Any, dtype: Any, mode: str) -> None:
     parts = stacked(comm, dtype)
 
     def run(x: Any) -> Any:
-        found = [
+        results = [
             ct.scan(x),
             ct.reduce_scatter_v(x, counts),
             ct.reduce_scatter_v(x, tf.constant(counts), "max"),
         ]
         before = ct.exscan(x)
         assert (before is None) == (comm.rank == 0)
-        return found if before is None else [*found, before]
+        return results if before is None else [*results, before]
 
-    found = in_mode(mode, run)(values(dtype, comm.rank))
+    results = in_mode(mode, run)(values(dtype, comm.rank))
     start = sum(counts[: comm.rank])
     rows = slice(start, start + counts[comm.rank])
     expected = [parts[: comm.rank + 1].sum(0), parts.sum(0)[rows], parts.max(0)[rows], parts[: comm.rank].sum(0)]
-    for got, right in zip(found, expected, strict=comm.rank > 0):
+    for got, right in zip(results, expected, strict=comm.rank > 0):
         assert got.dtype == dtype
         check(got, tf.cast(right, dtype))
     if mode == "eager":
@@ -114,7 +114,7 @@ def test_scans_and_uneven_shards(comm: Any, dtype: Any, mode: str) -> None:
 
 @both
 def test_algorithms(comm: Any, mode: str) -> None:
-    """Every verb that offers a choice of algorithm passes it on, and refuses an unknown one."""
+    """Every verb with a choice of algorithm passes it on, and refuses an unknown one."""
     root, x = comm.size - 1, tf.ones([2 * comm.size, 2])
     counts = [2 * comm.size, *[0] * (comm.size - 1)]
     for algorithm, call in (
@@ -195,9 +195,9 @@ def test_messages(comm: Any, dtype: Any, mode: str) -> None:
             return around, first
         return around, x
 
-    around, told = in_mode(mode, talk)(values(dtype, comm.rank))
+    around, text = in_mode(mode, talk)(values(dtype, comm.rank))
     check(around, values(dtype, left))
-    check(told, values(dtype, 1 - comm.rank if comm.rank < 2 <= comm.size else comm.rank))
+    check(text, values(dtype, 1 - comm.rank if comm.rank < 2 <= comm.size else comm.rank))
 
 
 @both
@@ -215,8 +215,8 @@ def test_a_group_and_a_barrier(comm: Any, mode: str) -> None:
 
 
 @both
-def test_ranks_run_them_in_the_order_of_the_calls(comm: Any, mode: str) -> None:
-    """A traced function may not swap verbs of which neither needs the other's result."""
+def test_verbs_run_in_call_order(comm: Any, mode: str) -> None:
+    """A traced function may not swap verbs, even if neither needs the other's result."""
 
     def run(x: Any) -> Any:
         for number in range(20):
@@ -226,7 +226,7 @@ def test_ranks_run_them_in_the_order_of_the_calls(comm: Any, mode: str) -> None:
     check(in_mode(mode, run)(tf.ones(3)), tf.fill([3], float(comm.size)))
 
 
-def test_in_a_loop_of_a_graph(comm: Any) -> None:
+def test_verbs_in_a_loop_of_a_graph(comm: Any) -> None:
     @tf.function
     def run(x: Any, times: Any) -> Any:
         for _ in tf.range(times):
@@ -294,7 +294,7 @@ def test_results_do_not_share_memory(comm: Any) -> None:
         check(result, tf.fill([5000], float(number)))
 
 
-def test_names_that_operations_by_name_have_too(comm: Any) -> None:
+def test_names_shared_with_operations_by_name(comm: Any) -> None:
     check(ct.broadcast(tf.constant([comm.rank]), root=comm.size - 1), tf.constant([comm.size - 1]))
     for verb in (ct.broadcast, ct.broadcast_object):
         with pytest.raises(UsageError, match="two names of one argument"):
@@ -305,7 +305,7 @@ def test_names_that_operations_by_name_have_too(comm: Any) -> None:
         ct.barrier(ct.global_process_set, ranks=comm)
 
 
-# What is refused
+# Refusals
 
 
 @both
@@ -345,7 +345,7 @@ def test_mismatches(comm: Any, what: str, mode: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_errors_of_work_are_tensorflows_too(comm: Any) -> None:
+def test_errors_of_work_belong_to_tensorflow_too(comm: Any) -> None:
     group = comm.split(0)
     work = ct.all_reduce_async(tf.ones(2 + (comm.rank == 0)), ranks=group)
     with pytest.raises(tf.errors.FailedPreconditionError) as caught:
@@ -365,7 +365,7 @@ def test_errors_of_work_are_tensorflows_too(comm: Any) -> None:
         ct.send(tf.fill([2], 5.0), 0)
 
 
-def test_what_traced_functions_cannot_have(comm: Any) -> None:
+def test_unsupported_verbs_in_traced_functions_are_refused(comm: Any) -> None:
     for call, text in (
         (lambda: ct.all_reduce_async(tf.ones(2)), "call all_reduce instead"),
         (lambda: ct.barrier_async(), "call barrier instead"),
@@ -379,7 +379,7 @@ def test_what_traced_functions_cannot_have(comm: Any) -> None:
         tf.function(ct.all_reduce, jit_compile=True)(tf.ones(2))
 
 
-def test_a_graph_of_tensorflow_1_has_no_order(comm: Any) -> None:
+def test_a_graph_of_tensorflow_1_is_refused(comm: Any) -> None:
     with tf.Graph().as_default(), pytest.raises(UsageError, match="nothing orders"):
         ct.all_reduce(tf.ones(2))
 

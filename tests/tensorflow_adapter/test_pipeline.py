@@ -1,4 +1,4 @@
-"""A Keras model in stages trains as it does in one process, whatever the schedule."""
+"""A Keras model in stages trains as it does in one process, under every schedule."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.inputs.keras_pipelines import (
     near,
 )
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 FLUSHING = [name for name, plan in table.items() if not plan.updates]
-# The others go through the same actions; the adapter of PyTorch always runs all.
+# The others have the same actions; the adapter of PyTorch always runs all.
 SCHEDULES = [
     name if name in ("gpipe", "1f1b", "interleaved", "zb_v") else pytest.param(name, marks=pytest.mark.long)
     for name in FLUSHING
@@ -42,7 +42,7 @@ SCHEDULES = [
 @pytest.mark.parametrize("microbatches", [3, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, microbatches: int) -> None:
-    """Two batches are accumulated, of which one leaves microbatches uneven or empty; then the weights are updated."""
+    """Two batches are accumulated, one of which leaves microbatches uneven or empty; then the weights are updated."""
     alone = Alone(layers(6 if comm.size < 3 else 12), keras.optimizers.Adam(0.1))
     model = layers(6 if comm.size < 3 else 12)
     pipe = pipeline(
@@ -56,7 +56,7 @@ def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, mi
         assert_gradients(pipe, alone.gradients)
         pipe.apply_gradients()
         alone.update()
-        assert_weights(pipe, alone.model, 1e-9)  # Adam divides by gradients: what is near 0 becomes 1 ulp more
+        assert_weights(pipe, alone.model, 1e-9)  # Adam divides by gradients: values near 0 amplify the difference
         assert pipe.gradients == [None] * len(pipe.trainable_variables)
     for got, expected in zip(ct.gather_weights(pipe), pipe.gather_weights(), strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -65,7 +65,7 @@ def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, mi
     pipe.close()
 
 
-def test_activations_held_are_those_of_the_simulator(comm: Any) -> None:
+def test_activations_held_match_the_simulator(comm: Any) -> None:
     pipe = pipeline(layers(4), comm, microbatches=8, loss="mse")
     pipe.step(*batch(8))
     assert pipe.pipe.runner.peak == simulate(pipe.pipe.lowered).peak[comm.rank]
@@ -73,7 +73,7 @@ def test_activations_held_are_those_of_the_simulator(comm: Any) -> None:
 
 
 def skipping() -> Any:
-    """Skips over several stages, two inputs, integers among them, a mask, and a layer that is used twice."""
+    """A model with skips over several stages, integer and other inputs, a mask, and a layer used twice."""
     words, weights = keras.Input((5,), dtype="int32", name="words"), keras.Input((), name="weights")
     embed = keras.layers.Embedding(10, WIDTH, mask_zero=True, name="embed")
     early = embed(words)
@@ -81,7 +81,7 @@ def skipping() -> Any:
     even = keras.ops.cast(words % 2 == 0, "float64")
     y = keras.layers.Dense(WIDTH, activation="tanh", name="second")(x)
     z = keras.layers.Add(name="skip")([y, early])
-    z = keras.layers.GRU(WIDTH, name="gru")(z)  # it leaves out what is masked
+    z = keras.layers.GRU(WIDTH, name="gru")(z)  # it skips masked words
     z = keras.layers.Dense(WIDTH, name="third")(z) * keras.ops.expand_dims(weights, -1)
     z = z + keras.ops.sum(keras.ops.expand_dims(even, -1) * x, 1) + keras.ops.sum(embed(words), 1)
     return filled(keras.Model([words, weights], keras.layers.Dense(3, name="head")(z)))
@@ -117,7 +117,7 @@ def test_skips_ties_masks_and_integers(comm: Any, name: Any, split: str) -> None
     for gradient, halved in zip(before, pipe.gradients, strict=True):
         near(halved, gradient / 2)
     pipe.gradients = before
-    pipe.apply_gradients()  # which clips by the norm over all stages
+    pipe.apply_gradients()  # it clips by the norm over all stages
     alone.update()
     assert_weights(pipe, alone.model)
     pipe.close()
@@ -153,9 +153,9 @@ def stateful() -> Any:
     ],
 )
 def test_dropout_statistics_and_regularisers(comm: Any, name: Any, checkpoint: Any) -> None:
-    """A forward that is computed again has the masks and statistics of the first time, and changes nothing.
+    """Recomputation has the masks and statistics of the first forward, and changes nothing.
 
-    As one process that goes through the microbatches, and adds regularisers by their share.
+    Results match one process that processes the microbatches in turn and weights regularisers by their share.
     """
     alone = Alone(stateful(), "sgd")
     pipe = pipeline(stateful(), comm, schedule=name, microbatches=3, loss="mse", optimizer="sgd", checkpoint=checkpoint)
@@ -164,7 +164,7 @@ def test_dropout_statistics_and_regularisers(comm: Any, name: Any, checkpoint: A
         x, y = batch(8, step)
         near(pipe.step(x, y, weight), alone.step(x, y, weight, microbatches=3))
         assert_gradients(pipe, alone.gradients)
-        assert_weights(pipe, alone.model)  # moving statistics and seeds among them
+        assert_weights(pipe, alone.model)  # including moving statistics and seeds
         pipe.apply_gradients()
         alone.update()
         assert_weights(pipe, alone.model)
@@ -175,7 +175,7 @@ def test_dropout_statistics_and_regularisers(comm: Any, name: Any, checkpoint: A
 
 
 class Shift(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Adds a weight: the gradient of that is the gradient of the result itself, if there is one row."""
+    """Adds a weight, whose gradient is the result's gradient itself if there is one row."""
 
     def build(self, shape: Any) -> None:
         self.shift = self.add_weight(shape=shape[1:], name="shift")
@@ -185,8 +185,8 @@ class Shift(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 @pytest.mark.parametrize("rows", [1, 12])
-def test_gradients_do_not_lie_in_messages(comm: Any, rows: int) -> None:
-    """Memory of a message is that of the next one after a backward: what was kept there changed."""
+def test_gradients_do_not_share_memory_with_messages(comm: Any, rows: int) -> None:
+    """Regression: after a backward the next message reused the memory of a kept gradient."""
 
     def shifts() -> Any:
         own = [layer for n in range(comm.size) for layer in (Shift(name=f"s{n}"), keras.layers.Flatten(name=f"f{n}"))]
@@ -204,7 +204,7 @@ def test_gradients_do_not_lie_in_messages(comm: Any, rows: int) -> None:
 
 
 def test_a_mask_of_the_output(comm: Any) -> None:
-    """What a microbatch's loss is the mean of is said by weigh=; metrics leave out what is masked, too."""
+    """weigh= defines the weights of a microbatch's loss; metrics skip masked values, too."""
 
     def masked() -> Any:
         x = keras.Input((6,), dtype="int32")
@@ -240,8 +240,8 @@ def compiled(model: Any, **options: Any) -> Any:
     return model
 
 
-def test_fit_is_that_of_one_process(comm: Any) -> None:
-    """In the order of the data: history, weights, evaluate and predict; the last batch has fewer rows."""
+def test_fit_matches_one_process(comm: Any) -> None:
+    """In the order of the data, history, weights, evaluate and predict match; the last batch has fewer rows."""
     x, y = batch(21)
     whole = compiled(layers(4))
     pipe = compiled(pipeline(layers(4), comm, microbatches=3))
@@ -263,12 +263,12 @@ def test_fit_is_that_of_one_process(comm: Any) -> None:
     pipe.close()
 
 
-def test_arrays_are_shuffled_alike_everywhere(comm: Any) -> None:
-    """Rows of x that stayed with rows of other y would not be learnt."""
+def test_arrays_are_shuffled_equally_on_all_ranks(comm: Any) -> None:
+    """If rows of x and y were shuffled differently, nothing could be learnt."""
     x = np.random.default_rng(0).normal(size=(32, WIDTH))
     pipe = pipeline(layers(3), comm, microbatches=2)
     pipe.compile(optimizer=keras.optimizers.Adam(0.05), loss="mse")
-    np.random.seed(comm.rank)  # each rank would have an order of its own
+    np.random.seed(comm.rank)  # each rank would have its own order
     stop = keras.callbacks.EarlyStopping("loss", min_delta=0.1, patience=0)
     losses = pipe.fit(x, np.tanh(x), batch_size=8, epochs=20, verbose=0, callbacks=[stop]).history["loss"]
     assert len(losses) < 20, "nothing was stopped early"
@@ -311,14 +311,14 @@ def test_several_outputs(comm: Any) -> None:
 
 @pytest.mark.long
 def test_datasets_weights_of_classes_and_checkpoints(comm: Any, tmp_path: Any) -> None:
-    """Callbacks that save call all ranks together, and what they write is the whole model."""
+    """Callbacks that save run on all ranks together, and write the whole model."""
 
     def classes() -> Any:
         dense = [keras.layers.Dense(WIDTH, activation="tanh", name=f"d{number}") for number in range(3)]
         return filled(keras.Sequential([keras.Input((WIDTH,)), *dense, keras.layers.Dense(3, "softmax", name="out")]))
 
     path = comm.broadcast_object(str(tmp_path), 0) + "/best.keras"
-    # Shuffled by numpy: what a dataset's own seed means depends on TensorFlow's, which tests before may have changed.
+    # Shuffled by numpy: a dataset's seed combines with TensorFlow's, which earlier tests may have changed.
     rows = np.random.default_rng(0).normal(size=(18, WIDTH)), np.random.default_rng(1).permutation(18) % 3
     data = tf.data.Dataset.from_tensor_slices(rows).batch(5)
     whole, pipe = classes(), pipeline(classes(), comm, microbatches=2)
@@ -337,11 +337,11 @@ def test_datasets_weights_of_classes_and_checkpoints(comm: Any, tmp_path: Any) -
     pipe.close()
 
 
-def test_files_are_those_of_the_whole_model(comm: Any, tmp_path: Any) -> None:
-    """What is written by some stages is read without commlib, and by another number of stages; training goes on."""
+def test_files_contain_the_whole_model(comm: Any, tmp_path: Any) -> None:
+    """Files need no commlib to be read, and other numbers of stages read them; training continues."""
     path = comm.broadcast_object(str(tmp_path), 0)
     x, y = batch(8)
-    pipe = compiled(pipeline(with_statistics(), comm, microbatches=1))  # or statistics would be those of parts
+    pipe = compiled(pipeline(with_statistics(), comm, microbatches=1))  # or statistics would cover parts of the batch
     pipe.fit(x, y, epochs=2, verbose=0, shuffle=False)
     pipe.save(f"{path}/whole.keras")
     pipe.save_weights(f"{path}/whole.weights.h5")
@@ -378,7 +378,7 @@ def with_statistics(seed: int = 0) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_short_floats_and_codecs(comm: Any, dtype: str) -> None:
-    """Half of the digits come through as they are; int8 rounds what travels."""
+    """16-bit values arrive unchanged; int8 rounds transmitted values."""
 
     def model() -> Any:
         dense = [keras.layers.Dense(WIDTH, dtype=dtype, name=f"d{number}") for number in range(3)]
@@ -401,7 +401,7 @@ def test_short_floats_and_codecs(comm: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
 def test_updates_while_the_pipeline_runs(comm: Any, name: Any) -> None:
-    """As one process that uses, for each microbatch and stage, the weights that the schedule says."""
+    """As in one process that uses, for each microbatch and stage, the weights that the schedule prescribes."""
     microbatches, every = 6, comm.size if name == "pipedream_2bw" else 1
     optimizer = {"class_name": "SGD", "config": {"learning_rate": 0.3, "momentum": 0.9}}
     pipe = pipeline(
@@ -441,11 +441,11 @@ def test_updates_while_the_pipeline_runs(comm: Any, name: Any) -> None:
             elif action.kind is Kind.B:
                 given, _, weights, tape, root = outs[stage, number]
                 start = None if stage == comm.size - 1 else outs[stage + 1, number]
-                found = tape.gradient(root, [given, *weights], output_gradients=start)
-                outs[stage, number] = found[0]
+                result = tape.gradient(root, [given, *weights], output_gradients=start)
+                outs[stage, number] = result[0]
                 before = gradients[stage]
                 gradients[stage] = (
-                    found[1:] if before is None else [a + b for a, b in zip(before, found[1:], strict=True)]
+                    result[1:] if before is None else [a + b for a, b in zip(before, result[1:], strict=True)]
                 )
             elif action.kind is Kind.STEP:
                 optimizers[stage].apply(gradients[stage], layer.trainable_variables)
@@ -458,11 +458,11 @@ def test_updates_while_the_pipeline_runs(comm: Any, name: Any) -> None:
     pipe.close()
 
 
-# What is refused
+# Refusals
 
 
 class Stochastic(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Draws numbers that a second forward would not draw."""
+    """Draws random numbers that a second forward would not repeat."""
 
     def __init__(self, draw: Any) -> None:
         super().__init__()
@@ -479,8 +479,8 @@ class Stochastic(keras.layers.Layer):  # type: ignore[misc]  # Keras has no type
         (lambda shape: keras.random.normal(shape, dtype="float64"), "variable that the layer does not own"),
     ],
 )
-def test_random_numbers_that_a_backward_would_not_see_again(comm: Any, draw: Any, text: str) -> None:
-    """Each rank has such a layer, so each refuses, or hears of one that did."""
+def test_irreproducible_random_numbers_are_refused(comm: Any, draw: Any, text: str) -> None:
+    """Each rank has such a layer, and refuses it or receives the error of another rank."""
     stochastic = [layer for number in range(comm.size) for layer in (keras.layers.Dense(WIDTH), Stochastic(draw))]
     pipe = pipeline([keras.Input((WIDTH,)), *stochastic], comm, microbatches=2, loss="mse", checkpoint="full")
     with pytest.raises((UsageError, PeerError), match=text if comm.rank == 0 else None):
@@ -489,7 +489,7 @@ def test_random_numbers_that_a_backward_would_not_see_again(comm: Any, draw: Any
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_ask_for_different_things(comm: Any) -> None:
+def test_ranks_with_different_arguments_are_refused(comm: Any) -> None:
     with pytest.raises(MismatchError, match=r"2 microbatch.*on rank 0 but .*3 microbatch"):
         pipeline(layers(4), comm, microbatches=2 if comm.rank == 0 else 3)
     with pytest.raises(MismatchError, match=r"stage 0: .*kernel"):
@@ -501,8 +501,8 @@ def test_ranks_that_ask_for_different_things(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("what", ["activation", "rate", "order"])
-def test_ranks_whose_layers_have_other_options(comm: Any, what: str) -> None:
-    """Each rank trained its own stages of its own model, and none said a word."""
+def test_layers_with_different_options_are_refused(comm: Any, what: str) -> None:
+    """Regression: each rank silently trained its own stages of its own model."""
     is_odd = comm.rank == comm.size - 1
     dense = [keras.layers.Dense(WIDTH, activation="relu" if is_odd and what == "activation" else "tanh")]
     dense += [keras.layers.Dense(WIDTH) for _ in range(comm.size)]
@@ -518,8 +518,8 @@ def test_ranks_whose_layers_have_other_options(comm: Any, what: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_names_that_keras_makes_may_differ(comm: Any, tmp_path: Any) -> None:
-    """Keras counts the layers that a process has made: one that has made others before calls the next one otherwise."""
+def test_automatic_names_may_differ(comm: Any, tmp_path: Any) -> None:
+    """Keras numbers the layers of a process, so that names depend on earlier layers."""
     others = [keras.layers.Dense(2) for _ in range(3 * comm.rank)]
     model = filled(
         keras.Sequential([keras.Input((WIDTH,)), *(keras.layers.Dense(WIDTH) for _ in range(2 * comm.size))])
@@ -540,8 +540,8 @@ def test_names_that_keras_makes_may_differ(comm: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_batches_that_do_not_belong_together(comm: Any) -> None:
-    """They are refused on all ranks, and the pipeline stays usable."""
+def test_mismatched_batches_are_refused(comm: Any) -> None:
+    """All ranks refuse them, and the pipeline stays usable."""
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse")
     x, y = batch(8)
     with pytest.raises(UsageError, match="got different y"):
@@ -557,7 +557,7 @@ def test_batches_that_do_not_belong_together(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_a_layer_with_statistics_on_several_ranks(comm: Any) -> None:
-    """Nobody could say which of its statistics are the right ones."""
+    """It is not defined which of its statistics would count."""
     norm, x = keras.layers.BatchNormalization(name="norm"), keras.Input((WIDTH,))
     model = keras.Model(x, norm(keras.layers.Dense(WIDTH, name="middle")(norm(x))))
     last = ["middle", "norm"] if comm.size == 3 else ["middle"]
@@ -567,7 +567,7 @@ def test_a_layer_with_statistics_on_several_ranks(comm: Any) -> None:
     pipe.close()
 
 
-def test_what_makes_no_sense(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     def refuse(text: str, model: Any = None, **options: Any) -> None:
         with pytest.raises(UsageError, match=text):
             pipeline(layers(4) if model is None else model, comm, **{"microbatches": 2, **options})

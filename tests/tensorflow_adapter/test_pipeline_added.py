@@ -1,4 +1,4 @@
-"""What ranks have to agree on, and losses that layers add: those of one process, or refused on all ranks."""
+"""Losses that layers add, and settings that ranks must share: they match one process or are refused on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["in_float64"]
 
 
 class Adds(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Adds a loss of what it is given."""
+    """Adds a loss of its input."""
 
     def __init__(self, kind: str, *, in_training: bool = False) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class Adds(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         ops = keras.ops
         if training or not self.in_training:
             square = ops.square(x)
-            made = {
+            built = {
                 "mean": lambda: ops.mean(square),
                 "sum": lambda: ops.sum(square),
                 "both": lambda: ops.mean(square) + ops.sum(square),
                 "positive": lambda: ops.sum(square * ops.cast(x > 0, x.dtype)) / ops.sum(ops.cast(x > 0, x.dtype)),
             }
-            self.add_loss(0.1 * made[self.kind]())
+            self.add_loss(0.1 * built[self.kind]())
         return x
 
 
@@ -45,13 +45,13 @@ def adding(*kinds: str, in_training: bool = False) -> Any:
     return filled(keras.Sequential([*own, keras.layers.Dense(WIDTH)]))
 
 
-def assert_is_that_of_one_process(
+def assert_matches_one_process(
     comm: Any, make: Any, *given: Any, loss: Any, eager: bool = True, **options: Any
 ) -> None:
     whole = make()
     whole.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=True)
-    told: dict[str, Any] = {"batch_size": 7, "verbose": 0}
-    fitted: dict[str, Any] = {"epochs": 2, "shuffle": False, **told}
+    text: dict[str, Any] = {"batch_size": 7, "verbose": 0}
+    fitted: dict[str, Any] = {"epochs": 2, "shuffle": False, **text}
     expected = whole.fit(*given, **fitted).history["loss"]
     pipe = pipeline(make(), comm, microbatches=4, **options)
     try:
@@ -59,15 +59,15 @@ def assert_is_that_of_one_process(
         near(pipe.fit(*given, **fitted).history["loss"], expected)
         for got, value in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
             near(got, value, EXACT)
-        near(pipe.evaluate(*given, **told), whole.evaluate(*given, **told))
+        near(pipe.evaluate(*given, **text), whole.evaluate(*given, **text))
     finally:
         pipe.close()
 
 
-def test_a_model_whose_layers_add_all_losses(comm: Any) -> None:
-    """A loss and y were wanted of a model that has losses of its own, such as a variational autoencoder."""
+def test_a_model_with_added_losses_only(comm: Any) -> None:
+    """Regression: models with losses of their own, such as a variational autoencoder, needed a loss and y."""
     x, y = batch(13)
-    assert_is_that_of_one_process(comm, lambda: adding("mean", "mean"), x, loss=None)
+    assert_matches_one_process(comm, lambda: adding("mean", "mean"), x, loss=None)
     pipe = pipeline(layers(4), comm, microbatches=2)
     pipe.compile("sgd")
     for _ in range(2):
@@ -77,8 +77,8 @@ def test_a_model_whose_layers_add_all_losses(comm: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_mean_over_what_is_not_masked(comm: Any) -> None:
-    """It was refused in the first batch, where the last stage is; other ranks were told that a peer was gone."""
+def test_a_mean_over_unmasked_values(comm: Any) -> None:
+    """Regression: the last stage refused it in the first batch, and other ranks only reported a lost peer."""
 
     def make() -> Any:
         x = keras.Input((5,), dtype="int32")
@@ -91,16 +91,16 @@ def test_a_mean_over_what_is_not_masked(comm: Any) -> None:
     with pytest.raises(UsageError, match="has a mask"):
         pipe.compile("sgd", "mse")
     pipe.close()
-    assert_is_that_of_one_process(comm, make, x, y, loss=keras.losses.MeanSquaredError(reduction="sum"))
+    assert_matches_one_process(comm, make, x, y, loss=keras.losses.MeanSquaredError(reduction="sum"))
 
     def weigh(target: Any, inputs: Any) -> Any:
         return keras.ops.sum(keras.ops.cast(inputs != 0, "int32"))
 
-    assert_is_that_of_one_process(comm, make, x, y, loss="mse", weigh=weigh)
+    assert_matches_one_process(comm, make, x, y, loss="mse", weigh=weigh)
 
 
-def test_sample_weights_of_other_rows(comm: Any) -> None:
-    """Where y is the same in all rows, weights of one order were paired with x of another."""
+def test_sample_weights_of_different_rows_are_refused(comm: Any) -> None:
+    """Regression: if y is the same in all rows, weights in one order were paired with x in another."""
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
     x, y = batch(8)[0], np.zeros((8, WIDTH))
     weights = np.arange(8.0) + comm.rank
@@ -113,8 +113,8 @@ def test_sample_weights_of_other_rows(comm: Any) -> None:
     pipe.close()
 
 
-def test_a_shared_weight_that_one_rank_freezes(comm: Any) -> None:
-    """The other waited for it in the first batch."""
+def test_a_shared_weight_frozen_on_one_rank_is_refused(comm: Any) -> None:
+    """Regression: the other rank waited for it in the first batch."""
     shared = keras.layers.Dense(WIDTH, "tanh")
     x = keras.Input((WIDTH,))
     model = keras.Model(x, shared(keras.layers.Dense(WIDTH)(keras.layers.Dense(WIDTH)(shared(x)))))
@@ -122,7 +122,7 @@ def test_a_shared_weight_that_one_rank_freezes(comm: Any) -> None:
     if comm.size > 1:
         shared.trainable = comm.rank > 0
         with pytest.raises(MismatchError, match=f"frozen on rank 0 and trainable on rank {pipe.pipe.last}"):
-            pipe.compile("sgd", "mse")  # on the ranks between them, too, which do not have it
+            pipe.compile("sgd", "mse")  # also on the ranks between them, which do not have it
     shared.trainable = False
     pipe.compile("sgd", "mse")
     pipe.step(*batch(8))
@@ -132,13 +132,13 @@ def test_a_shared_weight_that_one_rank_freezes(comm: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("in_training", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
-    """A sum over rows counted 1 / microbatches: 2.16 instead of 4.95."""
+    """Regression: a sum over rows counted 1 / microbatches: 2.16 instead of 4.95."""
 
     def make() -> Any:
         return adding("sum", "mean", "sum", in_training=in_training)
 
     schedule = "1f1b" if in_training else "zb_h1"
-    assert_is_that_of_one_process(comm, make, *batch(13), loss="mse", eager=False, schedule=schedule)
+    assert_matches_one_process(comm, make, *batch(13), loss="mse", eager=False, schedule=schedule)
 
 
 @pytest.mark.long
@@ -149,7 +149,7 @@ def test_added_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str) -> Non
         with pytest.raises(UsageError, match="a loss added by a layer of stage"):
             pipe.fit(*batch(8, seed=8), shuffle=False, verbose=0)  # of 7 and 4 positive elements
     pipe.close()
-    assert_is_that_of_one_process(comm, lambda: adding("sum", "mean"), *batch(13), loss="mse", weigh="rows")
+    assert_matches_one_process(comm, lambda: adding("sum", "mean"), *batch(13), loss="mse", weigh="rows")
 
 
 class Centred(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
@@ -160,7 +160,7 @@ class Centred(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 def test_a_layer_that_mixes_rows(comm: Any) -> None:
-    """It saw a microbatch instead of the batch, without a word."""
+    """Regression: it silently saw a microbatch instead of the batch."""
     own = [keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, "tanh"), Centred(), keras.layers.Dense(WIDTH)]
     pipe = pipeline(filled(keras.Sequential(own)), comm, microbatches=4, loss="mse", optimizer="sgd")
     for _ in range(2):
@@ -172,8 +172,8 @@ def test_a_layer_that_mixes_rows(comm: Any) -> None:
     pipe.close()
 
 
-def test_what_compile_is_given(comm: Any) -> None:
-    """Another learning rate, or another optimizer, of the stages of one rank trained them in another way."""
+def test_compile_arguments_are_compared(comm: Any) -> None:
+    """Regression: another learning rate or optimizer on one rank silently changed the training of its stages."""
     if comm.size == 1:
         return
     pipe, last = pipeline(layers(4), comm, microbatches=2), comm.rank == comm.size - 1
@@ -197,8 +197,8 @@ def test_what_compile_is_given(comm: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["layer", "weight"])
-def test_what_is_frozen_without_compile(comm: Any, what: str) -> None:
-    """One process goes on with what it has compiled, a pipeline took some of it in: weights were other ones."""
+def test_freezing_without_compile(comm: Any, what: str) -> None:
+    """Regression: one process keeps compiled settings, but a pipeline adopted some changes: weights differed."""
     model, whole = layers(4), layers(4)
     pipe = pipeline(model, comm, microbatches=2)
     x, y = batch(8)
@@ -219,8 +219,8 @@ def test_what_is_frozen_without_compile(comm: Any, what: str) -> None:
     pipe.close()
 
 
-def test_what_one_rank_alone_freezes(comm: Any) -> None:
-    """Only the rank that has the layer's stage trained by its own setting: another one's was nothing."""
+def test_freezing_on_one_rank_only(comm: Any) -> None:
+    """Regression: only the setting on the rank of the layer's stage counted, and others were ignored."""
     if comm.size == 1:
         return
     model = layers(4)
@@ -232,8 +232,8 @@ def test_what_one_rank_alone_freezes(comm: Any) -> None:
     pipe.close()
 
 
-def test_a_frozen_model_with_a_layer_that_is_not(comm: Any) -> None:
-    """Keras trains nothing of it, a pipeline trained the layer."""
+def test_a_frozen_model_with_an_unfrozen_layer(comm: Any) -> None:
+    """Regression: Keras trains none of its layers, but a pipeline trained this one."""
     model = layers(4)
     pipe = pipeline(model, comm, microbatches=2)
     model.trainable = False
@@ -271,8 +271,8 @@ AFTER_THE_CUT = {
         *(pytest.param(what, marks=pytest.mark.long) for what in ("quantize one", "lost", "pop")),
     ],
 )
-def test_weights_that_come_after_the_cut(comm: Any, what: str) -> None:
-    """No stage had them, and where nobody called compile again pipelines trained what was no longer there."""
+def test_weights_added_after_the_cut(comm: Any, what: str) -> None:
+    """Regression: no stage had them, and without another compile pipelines trained weights that no longer existed."""
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     change, text = AFTER_THE_CUT[what]
@@ -294,8 +294,8 @@ def test_weights_that_come_after_the_cut(comm: Any, what: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_what_one_rank_alone_changes(comm: Any) -> None:
-    """The others are told which layer of which rank it is."""
+def test_changes_on_one_rank_only(comm: Any) -> None:
+    """The others receive the layer and the rank."""
     model = layers(4)
     pipe = pipeline(model, comm, microbatches=2, loss="mse")
     if comm.rank == 0:
@@ -306,21 +306,21 @@ def test_what_one_rank_alone_changes(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_x_of_other_rows_where_the_first_stage_has_no_y(comm: Any) -> None:
-    """Targets tell whether batches belong together, but where one rank has none."""
+def test_mismatched_x_without_y_on_the_first_stage(comm: Any) -> None:
+    """Targets show whether batches match, unless a rank has none."""
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
     x, y = batch(8)
     for _ in range(2):
         with pytest.raises(UsageError, match="got different x, so x and y are not of the same rows"):
             pipe.step(x[::-1] if comm.rank else x, y if comm.rank else None)
         pipe.step(x if comm.rank == 0 else None, y if comm.rank else None)
-        pipe.step(x + comm.rank, y)  # augmented anew on each rank, of the same rows
+        pipe.step(x + comm.rank, y)  # augmented on each rank, of the same rows
     pipe.close()
 
 
 @pytest.mark.long
-def test_a_clipped_optimizer_of_several(comm: Any) -> None:
-    """It clipped by the norm of this rank's gradients."""
+def test_one_of_several_optimizers_with_clipping(comm: Any) -> None:
+    """Regression: it clipped by the norm of this rank's gradients."""
     several = keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(keras.optimizers.Adam(global_clipnorm=0.3), {".*d1.*": keras.optimizers.SGD(0.1)})
     )
@@ -332,16 +332,16 @@ def test_a_clipped_optimizer_of_several(comm: Any) -> None:
 
 
 @pytest.mark.long
-def test_metrics_of_several_numbers(comm: Any) -> None:
-    """They were no number, and the last stage's rank gave up."""
+def test_metrics_with_several_numbers(comm: Any) -> None:
+    """Regression: they are no number, and the last stage's rank failed."""
     whole, pipe = layers(4), pipeline(layers(4), comm, microbatches=2)
     x, y = batch(8)[0], np.eye(WIDTH)[np.arange(8) % WIDTH]
-    said = []
+    reports = []
     for model in (whole, pipe):
         model.compile("sgd", "mse", metrics=[keras.metrics.F1Score(threshold=0.1), "mae"], run_eagerly=True)
         history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
-        said.append((history, model.evaluate(x, y, verbose=0, return_dict=True)))
-    for got, expected in zip(said[1], said[0], strict=True):
+        reports.append((history, model.evaluate(x, y, verbose=0, return_dict=True)))
+    for got, expected in zip(reports[1], reports[0], strict=True):
         assert got.keys() == expected.keys()
         for name in got:
             near(got[name], expected[name])
@@ -351,7 +351,7 @@ def test_metrics_of_several_numbers(comm: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("policy", [pytest.param("float32", marks=pytest.mark.long), "mixed_bfloat16"])
 def test_an_evaluation_in_short_floats_is_compared(comm: Any, policy: str) -> None:
-    """Its rounding was taken for a fault of the cut: that of the loss, which is a number of Python then."""
+    """Regression: its rounding was taken for a fault of the cut: the loss is a Python number then."""
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy(policy)
     own = [keras.layers.Dense(WIDTH, "tanh"), keras.layers.LayerNormalization(), keras.layers.Dense(WIDTH)]
@@ -363,7 +363,7 @@ def test_an_evaluation_in_short_floats_is_compared(comm: Any, policy: str) -> No
 
 
 class Placed(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Adds what is as long as a batch may be, and belongs to no row."""
+    """Adds an input that may be as long as a batch, but has no rows."""
 
     def call(self, values: Any) -> Any:
         x, places = values
@@ -371,10 +371,10 @@ class Placed(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_an_input_that_looks_as_if_it_had_rows(comm: Any, stage: int) -> None:
-    """Single elements of it fit everything, so that microbatches gave something else without a word.
+def test_an_input_as_long_as_the_batch_without_rows(comm: Any, stage: int) -> None:
+    """Regression: its single elements broadcast, so that microbatches silently differed.
 
-    That was told where the first stage used it, and not of another one.
+    This was reported only if the first stage used it.
     """
     x, places = keras.Input((8, WIDTH)), keras.Input(())
     output = x
@@ -390,7 +390,7 @@ def test_an_input_that_looks_as_if_it_had_rows(comm: Any, stage: int) -> None:
         warnings.simplefilter("always")
         for _ in range(2):
             pipe.train_on_batch([rows, np.linspace(0, 1, 8)], rows)
-    told = [str(one.message) for one in caught if "not two together" in str(one.message)]
-    assert len(told) == (comm.rank == min(stage, comm.size - 1))
-    assert not told or f"pipeline: stage {comm.rank} (of " in told[0]
+    messages = [str(one.message) for one in caught if "not two together" in str(one.message)]
+    assert len(messages) == (comm.rank == min(stage, comm.size - 1))
+    assert not messages or f"pipeline: stage {comm.rank} (of " in messages[0]
     pipe.close()

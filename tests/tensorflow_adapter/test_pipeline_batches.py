@@ -1,4 +1,4 @@
-"""What a step of a Keras pipeline takes and gives: where rows are, and details."""
+"""Inputs and outputs of a Keras pipeline's step: places of rows, and details."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Turn(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 class Place(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Add what is of all rows."""
+    """Add an input that applies to all rows."""
 
     def call(self, x: Any, places: Any) -> Any:
         return tf.tanh(x + places[:, None])
@@ -37,7 +37,7 @@ def model() -> Any:
 
 
 def test_rows_in_other_dimensions(comm: Any) -> None:
-    """An input that is none of rows was cut, and outputs were put together along the first dimension."""
+    """Regression: an input without rows was cut, and outputs were joined along the first dimension."""
     generator = np.random.default_rng(0)
     x, places = generator.normal(size=(8, 8, WIDTH)), generator.normal(size=8)
     y = [generator.normal(size=(8, 8, WIDTH)), generator.normal(size=(8, 8, WIDTH))]
@@ -48,15 +48,15 @@ def test_rows_in_other_dimensions(comm: Any) -> None:
     gradients = tape.gradient(expected, whole.trainable_variables)
     rows = {"x": (0, "whole"), "y": [0, 1], "output": [0, 1]}
     pipe = pipeline(model(), comm, microbatches=4, loss=["mse", "mse"], optimizer="sgd", rows=rows)
-    found = pipe.step([x, places], y, outputs=True)
-    near(found.loss, expected)
-    assert len(found.losses) == 4
-    near(np.mean(found.losses), expected)
+    result = pipe.step([x, places], y, outputs=True)
+    near(result.loss, expected)
+    assert len(result.losses) == 4
+    near(np.mean(result.losses), expected)
     if comm.rank == pipe.pipe.last:
-        for got, output in zip(found.outputs, outputs, strict=True):
+        for got, output in zip(result.outputs, outputs, strict=True):
             near(got, output)
     else:
-        assert found.outputs is None
+        assert result.outputs is None
     named = zip(whole.trainable_variables, gradients, strict=True)
     assert_gradients(pipe, {key(variable): gradient for variable, gradient in named})
     for got, output in zip(pipe.predict_on_batch([x, places]), outputs, strict=True):
@@ -68,7 +68,7 @@ def test_rows_in_other_dimensions(comm: Any) -> None:
     pipe.close()
 
 
-def test_rows_that_make_no_sense(comm: Any) -> None:
+def test_invalid_rows_are_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match="rows has 'all' for x"):
         pipeline(layers(4), comm, microbatches=2, rows={"x": "all"})
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", rows={"x": (0, 0)})
@@ -87,8 +87,8 @@ def of_any_length() -> Any:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_microbatches_as_they_are(comm: Any, weighted: bool) -> None:
-    """Each with its own length, fewer of them than the schedule has; Keras' step cut all."""
+def test_microbatches_can_be_given(comm: Any, weighted: bool) -> None:
+    """Each has its own length, and there may be fewer than in the schedule. Regression: Keras' step cut all."""
     generator = np.random.default_rng(0)
     shapes = [(2, 5), (3, 2), (1, 7)]
     xs = [generator.normal(size=(*shape, WIDTH)) for shape in shapes]
@@ -105,16 +105,16 @@ def test_microbatches_as_they_are(comm: Any, weighted: bool) -> None:
     given = (xs if first else None, ys if last else None, weights if last else None)
     for _ in range(2):
         pipe.zero_gradients()
-        found = pipe.step(*given, cut=False, details=True)
-        near(found.loss, expected)
-        near(found.losses[:3], [tf.reduce_mean(own) for own in terms])
+        result = pipe.step(*given, cut=False, details=True)
+        near(result.loss, expected)
+        near(result.losses[:3], [tf.reduce_mean(own) for own in terms])
         named = zip(whole.trainable_variables, gradients, strict=True)
         assert_gradients(pipe, {key(variable): gradient for variable, gradient in named})
     pipe.close()
 
 
-def test_microbatches_that_make_no_sense(comm: Any) -> None:
-    """All ranks raise, before anything is sent, and go on."""
+def test_invalid_microbatches_are_refused(comm: Any) -> None:
+    """All ranks raise before communication, and can continue."""
     x, y = batch(4)
     pipe = pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
     is_end = comm.rank in (pipe.pipe.first, pipe.pipe.last)
@@ -133,7 +133,7 @@ def test_microbatches_that_make_no_sense(comm: Any) -> None:
 
 
 def test_a_list_of_inputs_is_shuffled(comm: Any) -> None:
-    """A dataset took the list for one tensor, of which inputs of other dtypes are none."""
+    """Regression: a dataset took the list for one tensor, which fails for inputs of different dtypes."""
 
     def model() -> Any:
         inputs = [keras.Input((WIDTH,)), keras.Input((WIDTH,), dtype="int32")]
@@ -154,18 +154,18 @@ def test_a_list_of_inputs_is_shuffled(comm: Any) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.long)])
 def test_a_batch_without_rows(comm: Any, schedule: Any) -> None:
-    """The last stage's rank had no output to put together, and gave up without words. Keras has a loss of 0, and
+    """Regression: the last stage's rank had no output to join, and failed without a message. Keras has a loss of 0, and
 
-    gradients of 0, so that momentum goes on.
+    gradients of 0, so that momentum acts.
     """
-    (x, y), none, said = batch(8), np.zeros((0, WIDTH)), []
+    (x, y), none, text = batch(8), np.zeros((0, WIDTH)), []
     whole, pipe = layers(4), pipeline(layers(4), comm, schedule=schedule, microbatches=3)
     for model in (whole, pipe):
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"], run_eagerly=True)
-        said.append([model.train_on_batch(*given) for given in [(x, y), (none, none), (x, y), (none, none)]])
-        said[-1].append(model.test_on_batch(none, none))
+        text.append([model.train_on_batch(*given) for given in [(x, y), (none, none), (x, y), (none, none)]])
+        text[-1].append(model.test_on_batch(none, none))
         assert model.predict_on_batch(none).shape == (0, WIDTH)
-    near(said[1], said[0])
+    near(text[1], text[0])
     for got, expected in zip(pipe.gather_weights(), whole.get_weights(), strict=True):
         near(got, expected)
     spec = tf.TensorSpec((None, WIDTH), tf.float64)
@@ -178,14 +178,14 @@ def test_a_batch_without_rows(comm: Any, schedule: Any) -> None:
 
 
 @pytest.mark.parametrize("outputs", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_numbers_come_in_the_order_of_keras_on_all_ranks(comm: Any, outputs: int) -> None:
-    """Ranks without the last stage gave them sorted by their names: mae was taken for mse."""
+def test_results_have_the_order_of_keras_on_all_ranks(comm: Any, outputs: int) -> None:
+    """Regression: ranks without the last stage sorted them by name, so that mae was taken for mse."""
     x, y = batch(8)
     given = y if outputs == 1 else [y, 2 * y]
     losses: Any = "mse" if outputs == 1 else {"z": "mse", "a": "mae"}
     metrics: Any = ["mse", "mae"] if outputs == 1 else {"z": ["mse", "mae"], "a": ["mae"]}
 
-    def made() -> Any:
+    def build() -> Any:
         keras.utils.set_random_seed(0)
         begin = hidden = keras.Input((WIDTH,))
         for _ in range(4):
@@ -193,14 +193,14 @@ def test_numbers_come_in_the_order_of_keras_on_all_ranks(comm: Any, outputs: int
         ends = [keras.layers.Dense(WIDTH, name=name)(hidden) for name in ("z", "a")[:outputs]]
         return keras.Model(begin, ends[0] if outputs == 1 else ends)
 
-    whole, pipe = made(), pipeline(made(), comm, microbatches=2)
-    said = []
+    whole, pipe = build(), pipeline(build(), comm, microbatches=2)
+    reports = []
     for model in (whole, pipe):
         model.compile(keras.optimizers.SGD(0.01), losses, metrics=metrics, weighted_metrics=["mse"] * (outputs == 1))
-        said.append(
+        reports.append(
             [model.train_on_batch(x, given), model.test_on_batch(x, given), model.evaluate(x, given, verbose=0)]
         )
-    near(said[1], said[0])
+    near(reports[1], reports[0])
     assert (
         pipe.evaluate(x, given, verbose=0, return_dict=True).keys()
         == whole.evaluate(x, given, verbose=0, return_dict=True).keys()
@@ -208,10 +208,10 @@ def test_numbers_come_in_the_order_of_keras_on_all_ranks(comm: Any, outputs: int
     pipe.close()
 
 
-def test_what_is_no_dense_tensor(comm: Any) -> None:
-    """Errors of TensorFlow came out that named neither the input nor what to do; a list of sample weights was not cut,
+def test_sparse_and_ragged_tensors_are_refused(comm: Any) -> None:
+    """Regression: TensorFlow's errors named neither the input nor a remedy; a list of sample weights, which Keras
 
-    which Keras takes for an array.
+    accepts as an array, was not cut.
     """
     x, y = batch(4)
     ragged = tf.RaggedTensor.from_row_splits(np.arange(16.0), range(0, 17, 4))

@@ -1,4 +1,4 @@
-"""Losses of Keras pipelines are those of one process, whatever they are a mean of; or they are refused."""
+"""Losses of Keras pipelines match one process for every kind of mean, or are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ losses = keras.losses
 
 
 def words(seed: int = 0) -> Any:
-    """A model of words: each of a text has a class."""
+    """A model of words with a class for each word of a text."""
     own = [
         keras.Input((LONG,), dtype="int32"),
         keras.layers.Embedding(WIDTH, WIDTH),
@@ -47,10 +47,10 @@ def summed(target: Any, output: Any) -> Any:
     return tf.reduce_sum(tf.square(target - output))
 
 
-def assert_is_that_of_one_process(
+def assert_matches_one_process(
     comm: Any, make: Any, loss: Any, x: Any, y: Any, *, eager: bool = True, **options: Any
 ) -> None:
-    """Compare what fit and evaluate say, and weights, with one process."""
+    """Compare the results of fit and evaluate, and weights, with one process."""
     given: dict[str, Any] = {"batch_size": 8, "shuffle": False, "verbose": 0}
     weighed = {key: options.pop(key) for key in ("sample_weight", "class_weight") if key in options}
     whole = make()
@@ -75,16 +75,16 @@ SPARSE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["ignored", *(pytest.param(name, marks=pytest.mark.long) for name in [*SPARSE][1:])])
-def test_classes_that_are_ignored(comm: Any, name: str) -> None:
-    """Microbatches counted by their rows, so that ignored classes gave another loss."""
+def test_ignored_classes(comm: Any, name: str) -> None:
+    """Regression: microbatches counted by their rows, although classes were ignored."""
     loss = losses.SparseCategoricalCrossentropy(from_logits=True, **SPARSE[name])
-    assert_is_that_of_one_process(comm, words, loss, *ignored(14))
+    assert_matches_one_process(comm, words, loss, *ignored(14))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "zb_h1"])
-def test_what_weigh_says(comm: Any, schedule: str) -> None:
-    """It sees inputs and sample weights, too; a microbatch without terms counts nothing, even if it is 0/0."""
+def test_weigh_defines_the_weights_of_microbatches(comm: Any, schedule: str) -> None:
+    """It receives inputs and sample weights, too; a microbatch without terms does not count, even if it is 0/0."""
 
     def masked(target: Any, output: Any) -> Any:
         each = losses.sparse_categorical_crossentropy(tf.maximum(target, 0), output, from_logits=True)
@@ -95,7 +95,7 @@ def test_what_weigh_says(comm: Any, schedule: str) -> None:
         assert inputs.shape == target.shape and sample_weight is None
         return float(tf.reduce_sum(tf.cast(target >= 0, tf.float64)))
 
-    assert_is_that_of_one_process(comm, words, masked, *ignored(14), weigh=weigh, schedule=schedule, eager=False)
+    assert_matches_one_process(comm, words, masked, *ignored(14), weigh=weigh, schedule=schedule, eager=False)
 
 
 MEANS: dict[str, Any] = {
@@ -123,10 +123,10 @@ MEANS: dict[str, Any] = {
     ],
 )
 def test_reductions(comm: Any, name: str, weighed: bool) -> None:
-    """A sum was refused, and a mean over weights without weigh=."""
+    """Regression: a sum was refused, and so was a weighted mean without weigh=."""
     x, y = batch(13)
     weight = np.random.default_rng(3).random(13) if weighed else None
-    assert_is_that_of_one_process(comm, lambda: layers(4), MEANS[name](), x, y, sample_weight=weight, eager=weighed)
+    assert_matches_one_process(comm, lambda: layers(4), MEANS[name](), x, y, sample_weight=weight, eager=weighed)
 
 
 @pytest.mark.long
@@ -134,12 +134,12 @@ def test_weights_of_classes(comm: Any) -> None:
     x, y = batch(13)[0], np.arange(13) % WIDTH
     loss = losses.SparseCategoricalCrossentropy(from_logits=True)
     weight = {number: number + 0.5 for number in range(WIDTH)}
-    assert_is_that_of_one_process(comm, lambda: layers(4), loss, x, y, class_weight=weight)
+    assert_matches_one_process(comm, lambda: layers(4), loss, x, y, class_weight=weight)
 
 
 @pytest.mark.parametrize("loss", ["dice", losses.Dice(), losses.Tversky(), losses.Circle()])
 def test_losses_that_mix_rows_are_refused(comm: Any, loss: Any) -> None:
-    """Dice was 0.0 instead of 205.6."""
+    """Regression: Dice was 0.0 instead of 205.6."""
     pipe = pipeline(layers(4), comm, microbatches=4)
     with pytest.raises(UsageError, match="is not a mean over the rows of a batch"):
         pipe.compile("sgd", loss)
@@ -154,8 +154,8 @@ def correlated(target: Any, output: Any) -> Any:
 
 
 @pytest.mark.parametrize(("loss", "remedy"), [(summed, 'weigh="sum"'), (correlated, "weigh=")])
-def test_other_functions_are_looked_at(comm: Any, loss: Any, remedy: str) -> None:
-    """A sum by hand was divided by the number of microbatches."""
+def test_other_functions_are_checked(comm: Any, loss: Any, remedy: str) -> None:
+    """Regression: a user-defined sum was divided by the number of microbatches."""
     pipe = pipeline(layers(4), comm, microbatches=4, loss=loss, optimizer="sgd")
     with pytest.raises(UsageError, match=remedy):
         pipe.step(*batch(8))
@@ -163,11 +163,11 @@ def test_other_functions_are_looked_at(comm: Any, loss: Any, remedy: str) -> Non
         pipe.fit(*batch(8), verbose=0)
     pipe.close()
     if loss is summed:
-        assert_is_that_of_one_process(comm, lambda: layers(4), summed, *batch(13), weigh="sum")
+        assert_matches_one_process(comm, lambda: layers(4), summed, *batch(13), weigh="sum")
 
 
 @pytest.mark.long
-def test_outputs_that_count_differently(comm: Any) -> None:
+def test_outputs_with_different_weights(comm: Any) -> None:
     def make() -> Any:
         x = keras.Input((WIDTH,))
         hidden = keras.layers.Dense(WIDTH, "tanh")(keras.layers.Dense(WIDTH, "tanh")(x))
@@ -177,7 +177,7 @@ def test_outputs_that_count_differently(comm: Any) -> None:
     x, y = batch(13)
     targets = {"p": y, "q": y[::-1].copy()}
     both = {"p": losses.MeanSquaredError(reduction="sum"), "q": losses.MeanAbsoluteError(reduction="sum")}
-    assert_is_that_of_one_process(comm, make, both, x, targets)
+    assert_matches_one_process(comm, make, both, x, targets)
     pipe = pipeline(make(), comm, microbatches=4)
     pipe.compile("sgd", {"p": losses.MeanSquaredError(reduction="sum"), "q": "mae"})
     if comm.size == 1 or comm.rank == pipe.pipe.last:

@@ -1,4 +1,4 @@
-"""What a Keras pipeline keeps, how its statistics are those of whole batches, and how it is cut by measured time."""
+"""Options of a Keras pipeline: kept activations, statistics of whole batches, and cuts by measured time."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.inputs.keras_pipelines import (
     near,
 )
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 
 # checkpoint="selective"
 
 
 def net(x: tf.Tensor, w: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
-    # silu has a gradient of its own, which reads what the forward had; relu's reads its result.
+    # silu has its own gradient, which reads the forward's input; relu's reads its result.
     return tf.nn.relu(tf.matmul(tf.nn.silu(tf.matmul(x, w)), v))
 
 
@@ -48,7 +48,7 @@ def gradients(x: tf.Tensor, w: tf.Tensor, v: tf.Tensor) -> Any:
     return {"of": tape.gradient(loss, [x, w, v]), "none": None}
 
 
-def test_a_forward_is_computed_again_without_its_products() -> None:
+def test_recomputation_skips_products() -> None:
     generator = np.random.default_rng(0)
     x, w, v = (tf.constant(generator.normal(size=(5, 5))) for _ in range(3))
 
@@ -59,9 +59,9 @@ def test_a_forward_is_computed_again_without_its_products() -> None:
     again = tf.function(lambda kept, *arguments: without_products(gradients, kept, *arguments), autograph=False)
     _, kept = forward(x, w, v)
     assert len(kept) == 2
-    found = again(kept, x, w, v)
-    assert found["none"] is None
-    for got, expected in zip(found["of"], gradients(x, w, v)["of"], strict=True):
+    result = again(kept, x, w, v)
+    assert result["none"] is None
+    for got, expected in zip(result["of"], gradients(x, w, v)["of"], strict=True):
         near(got, expected)
     graph = again.get_concrete_function(kept, x, w, v).graph
     operations = [one for one in graph.get_operations() if one.type == "MatMul"]
@@ -73,7 +73,7 @@ def test_a_forward_is_computed_again_without_its_products() -> None:
 
 
 def products() -> Any:
-    """Products of every kind: of dense layers, convolutions, attention and within a loop."""
+    """A model with products in dense layers, convolutions, attention and a loop."""
     image = keras.Input((4, 4, 2))
     x = keras.layers.Conv2D(4, 2, activation="silu", name="c0")(image)
     x = keras.layers.DepthwiseConv2D(2, padding="same", activation="gelu", name="c1")(x)
@@ -117,7 +117,7 @@ def test_products_are_kept(comm: Any, name: Any, eager: bool, monkeypatch: pytes
 
 
 def normalized() -> Any:
-    """Its first batch norm sees what it would in one process: nothing before depends on the rows of a microbatch."""
+    """Its first batch norm has the same input as in one process: no earlier layer depends on a microbatch's rows."""
     first = [keras.layers.Dense(WIDTH, activation="tanh", name="d0"), keras.layers.BatchNormalization(name="n0")]
     rest = [keras.layers.Dense(WIDTH, activation="tanh", name=f"d{number}") for number in range(1, 6)]
     second = keras.layers.BatchNormalization(momentum=0.5, name="n1")
@@ -148,11 +148,11 @@ def test_statistics_of_whole_batches(comm: Any, name: Any, checkpoint: Any) -> N
     for step, rows in enumerate((13, 3)):  # one leaves microbatches empty
         x, y = batch(rows, step)
         if name != "pipedream":
-            near(pipe.step(x, y), alone.step(x, y, microbatches=5))  # normalised by microbatches all the same
+            near(pipe.step(x, y), alone.step(x, y, microbatches=5))  # values are still normalised by microbatches
             assert_gradients(pipe, alone.gradients)
         else:
             pipe.step(x, y)
-        # The second one sees what the first one has normalised by microbatches: so put these through it together.
+        # The second one's input is normalised by microbatches in the first one: so process these together.
         parts = [part for part in np.array_split(x, 5) if len(part)]
         seen = np.concatenate([normalized_by(whole, inputs, part) for part in parts])
         n1(seen, training=True)
@@ -165,15 +165,15 @@ def test_statistics_of_whole_batches(comm: Any, name: Any, checkpoint: Any) -> N
 
 
 def normalized_by(whole: Any, inputs: Any, part: Any) -> Any:
-    """What the second batch norm is given of a microbatch; nothing changes."""
+    """Return the second batch norm's input for a microbatch, without side effects."""
     before = [np.array(v) for v in whole.non_trainable_variables]
-    made = np.array(inputs(part, training=True))
+    model = np.array(inputs(part, training=True))
     for variable, value in zip(whole.non_trainable_variables, before, strict=True):
         variable.assign(value)
-    return made
+    return model
 
 
-def test_frozen_statistics_stay(comm: Any) -> None:
+def test_frozen_statistics_do_not_change(comm: Any) -> None:
     model = normalized()
     model.get_layer("n0").trainable = False
     before = [np.array(v) for v in model.get_layer("n0").weights]
@@ -185,7 +185,7 @@ def test_frozen_statistics_stay(comm: Any) -> None:
 
 
 @pytest.mark.ranks(max=2)  # models of two layers
-def test_statistics_that_are_of_no_one_batch(comm: Any) -> None:
+def test_unsupported_statistics_are_refused(comm: Any) -> None:
     x = keras.Input((WIDTH,))
     norm = keras.layers.BatchNormalization(name="twice")
     y = norm(keras.layers.Dense(WIDTH)(norm(x)))
@@ -213,7 +213,7 @@ def test_statistics_that_are_of_no_one_batch(comm: Any) -> None:
 
 @pytest.mark.long
 def test_chosen_by_measured_costs(comm: Any) -> None:
-    """Any choice trains alike; nothing of the model is changed by measuring it."""
+    """Every choice trains alike, and measuring the model does not change it."""
     x, y = batch(8)
     example = x[:2] if comm.rank == 0 else None
     for options in ({"schedule": "auto"}, {"schedule": "auto", "memory": 10**6}, {"schedule": "1f1b", "split": "time"}):
@@ -224,7 +224,7 @@ def test_chosen_by_measured_costs(comm: Any) -> None:
         near(pipe.step(x, y), alone.step(x, y, microbatches=4))
         assert_gradients(pipe, alone.gradients)
         pipe.close()
-    if comm.size > 1:  # what a first stage keeps is the batch
+    if comm.size > 1:  # a first stage keeps the batch
         with pytest.raises(UsageError, match="no schedule holds at most 1 bytes"):
             pipeline(layers(8), comm, schedule="auto", microbatches=4, example=example, memory=1)
     with pytest.raises(UsageError, match="pass example= on rank 0"):
@@ -246,7 +246,7 @@ class Slow(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return x
 
 
-def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
+def test_slow_layers_get_stages_of_their_own(comm: Any) -> None:
     quick = [keras.layers.Dense(WIDTH) for _ in range(3 * comm.size)]
     model = [keras.Input((WIDTH,)), Slow(), *quick]
     pipe = pipeline(model, comm, split="time", microbatches=2, example=batch(2)[0])
@@ -255,8 +255,8 @@ def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
     pipe.close()
 
 
-def test_what_a_unit_keeps() -> None:
-    """In bytes: the result of tanh, of which its gradient is made, and the input of a product, of which weights' is."""
+def test_the_memory_of_a_unit() -> None:
+    """In bytes: tanh's result, from which its gradient is computed, and a product's input, used for its weights'."""
     from commlib_tensorflow.pipelines._layer_costs import layer_costs
     from commlib_tensorflow.pipelines._parts import cut, to_functional
     from commlib_tensorflow.pipelines._split import Nodes
@@ -300,7 +300,7 @@ def test_a_codec_for_each_direction(comm: Any) -> None:
 
 
 class Counting(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no types
-    """Counts how often Python says what an update is: once more than TensorFlow compiles it."""
+    """Counts Python's calls of an update: one more than TensorFlow's compilations."""
 
     said = 0
 
@@ -333,8 +333,8 @@ def test_updates_are_compiled(comm: Any, eager: bool) -> None:
 
 
 @pytest.mark.long
-def test_norms_that_clip(comm: Any) -> None:
-    """Only the 2-norm was there, and a norm that is NaN went on."""
+def test_gradients_are_clipped_by_each_norm(comm: Any) -> None:
+    """Regression: only the 2-norm was supported, and a NaN norm was ignored."""
     whole, pipe = Alone(layers(4)), pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
     x, y = batch(6)
     whole.step(x, y)
@@ -364,7 +364,7 @@ def test_norms_that_clip(comm: Any) -> None:
     pipe.close()
 
 
-# What is refused
+# Refusals
 
 
 def normed(comm: Any, norm: Any) -> keras.Sequential:
@@ -373,8 +373,8 @@ def normed(comm: Any, norm: Any) -> keras.Sequential:
 
 
 @pytest.mark.ranks(min=2)
-def test_batch_norm_that_waits_for_other_stages_is_refused(comm: Any) -> None:
-    """With its default group, all ranks, the first step was waited in for ever."""
+def test_batch_norm_across_stages_is_refused(comm: Any) -> None:
+    """Regression: with its default group of all ranks, the first step never ended."""
     with pytest.raises(
         UsageError, match=r"\(SyncBatchNormalization\) computes statistics over ranks \[0, 1.*process_set="
     ):
@@ -386,8 +386,8 @@ def test_batch_norm_that_waits_for_other_stages_is_refused(comm: Any) -> None:
         commlib_tensorflow.remove_process_set(one)
 
 
-def test_copies_are_refused_with_what_to_do(comm: Any) -> None:
-    """The error was mpi4py's, of a communicator that cannot be serialized."""
+def test_copies_are_refused_with_advice(comm: Any) -> None:
+    """Regression: mpi4py raised an error about a communicator that cannot be serialised."""
     pipe = pipeline(normed(comm, keras.layers.ReLU), comm, microbatches=2, loss="mse")
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(UsageError, match=r"cannot be copied or pickled.*gather_weights\(\)"):

@@ -1,4 +1,4 @@
-"""What is computed again of single layers of a Keras pipeline, named by patterns or by a function."""
+"""Recomputation of single layers of a Keras pipeline, named by patterns or chosen by a function."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from commlib.errors import MismatchError, PeerError, UsageError
 from commlib_tensorflow import pipeline
 from tests.inputs.keras_pipelines import WIDTH, Alone, assert_gradients, assert_weights, batch, filled, in_float64, near
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 
 @keras.saving.register_keras_serializable("recompute_layers")
 class Block(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Draws random numbers and has statistics, in layers that are told of training by Keras alone; adds a loss."""
+    """Draws random numbers and has statistics, in layers that get the training flag from Keras; adds a loss."""
 
     def __init__(self, number: int) -> None:
         super().__init__(name=f"block{number}")
@@ -37,8 +37,8 @@ class Block(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 def blocks(count: int) -> Any:
     x = inputs = keras.Input((WIDTH,))
     for number in range(count):
-        made = Block(number)(x)
-        x = keras.layers.Activation("tanh", name=f"tanh{number}")(made["sum"]) * made["more"][0]
+        built = Block(number)(x)
+        x = keras.layers.Activation("tanh", name=f"tanh{number}")(built["sum"]) * built["more"][0]
     model = filled(keras.Model(inputs, keras.layers.Dense(WIDTH, name="head")(x)))
     for variable in model.non_trainable_variables:
         if variable.path.endswith("moving_variance"):
@@ -66,7 +66,7 @@ LONG = [
     ("schedule", "how", "eager"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
 )
 def test_single_layers(comm: Any, schedule: Any, how: str, eager: bool) -> None:
-    """Whole stages alone could be computed again."""
+    """Regression: only whole stages could be recomputed."""
     count = comm.size * (2 if schedule == "interleaved" else 1)
     alone = Alone(blocks(max(count, 2)), keras.optimizers.SGD(0.1))
     pipe = pipeline(blocks(max(count, 2)), comm, schedule=schedule, microbatches=2, checkpoint=HOWS[how])
@@ -83,7 +83,7 @@ def test_single_layers(comm: Any, schedule: Any, how: str, eager: bool) -> None:
 
 
 class Counts(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Counts how often it computes, which TensorFlow's graph alone knows."""
+    """Counts its computations, which only TensorFlow's graph knows."""
 
     def __init__(self, name: str, seen: Callable[[str], None]) -> None:
         super().__init__(name=name)
@@ -99,16 +99,16 @@ class Counts(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 @pytest.mark.long
 @pytest.mark.parametrize("eager", [False, True])
-def test_only_what_is_named_computes_again(comm: Any, eager: bool) -> None:
-    """Nothing does in evaluate, nor what has another name."""
+def test_only_named_layers_are_recomputed(comm: Any, eager: bool) -> None:
+    """Layers with other names are computed once, and evaluate recomputes nothing."""
     counts: dict[str, int] = {}
 
     def seen(name: str) -> None:
         counts[name] = counts.get(name, 0) + 1
 
-    made = [Counts(f"{name}{n}", seen) for n in range(comm.size) for name in ("one", "other")]
-    dense = [keras.layers.Dense(WIDTH) for _ in made]
-    own = [layer for pair in zip(dense, made, strict=True) for layer in pair]
+    created = [Counts(f"{name}{n}", seen) for n in range(comm.size) for name in ("one", "other")]
+    dense = [keras.layers.Dense(WIDTH) for _ in created]
+    own = [layer for pair in zip(dense, created, strict=True) for layer in pair]
     pipe = pipeline(
         filled(keras.Sequential([keras.Input((WIDTH,)), *own])), comm, microbatches=2, weigh="rows",
         split=[4] * comm.size, checkpoint={"one*": "full"},
@@ -124,7 +124,7 @@ def test_only_what_is_named_computes_again(comm: Any, eager: bool) -> None:
 
 
 def texts() -> Any:
-    """Has masks, rows of an embedding, and loops."""
+    """A model with masks, rows of an embedding, and loops."""
     gru = keras.layers.GRU(WIDTH, return_sequences=True, dropout=0.3, seed=3, name="gru")
     return filled(
         keras.Sequential(
@@ -143,7 +143,7 @@ def texts() -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["float64", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
 def test_masks_loops_and_short_floats(comm: Any, policy: str) -> None:
-    """What Keras knows within a layer's call, it knows when that is called again."""
+    """Keras' call context is available again when a layer is recomputed."""
     keras.config.set_dtype_policy(policy)
     generator = np.random.default_rng(0)
     x: Any = generator.integers(0, 9, (6, 5))
@@ -158,7 +158,7 @@ def test_masks_loops_and_short_floats(comm: Any, policy: str) -> None:
 
 
 class Captures(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Uses what another layer has left in it."""
+    """Uses a value that another layer has stored in it."""
 
     seen: Any = None
 
@@ -179,7 +179,7 @@ class Leaves(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_what_a_layer_is_not_given_has_no_gradient(comm: Any, eager: bool) -> None:
+def test_a_captured_value_has_no_gradient(comm: Any, eager: bool) -> None:
     captures = [Captures(name=f"captures{n}") for n in range(comm.size)]
     own = [layer for one in captures for layer in (keras.layers.Dense(WIDTH), Leaves(one), one)]
     options: dict[str, Any] = {"split": [3] * comm.size, "weigh": "rows", "checkpoint": {"captures*": "full"}}
@@ -196,7 +196,7 @@ class Random(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
 
 
-def test_what_makes_no_sense(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     def model() -> Any:
         own = [layer for n in range(comm.size) for layer in (keras.layers.Dense(WIDTH, name=f"d{n}"), Random())]
         return keras.Sequential([keras.Input((WIDTH,)), *own])

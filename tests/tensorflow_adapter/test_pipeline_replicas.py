@@ -1,4 +1,4 @@
-"""Keras pipelines with data-parallel replicas: two stages on two ranks each, as one process with the whole batch."""
+"""Keras pipelines with replicas, two stages on two ranks each, match one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.inputs.keras_pipelines import (
     near,
 )
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 ROWS = 7  # of a replica, in three microbatches
 SMALL: dict[str, Any] = {"bucket_cap_mib": 1e-4, "first_bucket_mib": 1e-4}  # so that there are many buckets
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.ranks(min=4, max=4)
 
 
 def tied() -> Any:
-    """Six layers and one that is the first and the last, on ranks that differ unless stages lie in a V."""
+    """Six layers, and one that is the first and the last, on different ranks unless stages form a V."""
     x = keras.Input((WIDTH,))
     ends = keras.layers.Dense(WIDTH, name="ends", bias_regularizer="l1")
     value = keras.ops.tanh(ends(x))
@@ -51,14 +51,14 @@ def tied() -> Any:
 
 
 def mine(mesh: Mesh, *arrays: Any) -> list[Any]:
-    """This replica's part of each batch: the batches of all replicas are those of one process."""
+    """Return this replica's part of each batch: the batches of all replicas form those of one process."""
     replica = mesh.coordinate("dp")
     return [array.reshape(-1, 2, ROWS, WIDTH)[:, replica].reshape(-1, WIDTH) for array in arrays]
 
 
 @pytest.fixture
 def by_stages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one in each step whose gradients were reduced by stages."""
+    """Return a list that grows by one in each step whose gradients were reduced by stages."""
     steps: list[int] = []
     plain = StageReduction.finish
 
@@ -78,8 +78,8 @@ def by_stages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if not plan.updates
     ],
 )
-def test_steps_are_those_of_one_process(comm: Any, by_stages: list[int], name: Any) -> None:
-    """The gradients of two batches are added up in each step, and clipped by the norm of all stages in the first."""
+def test_steps_match_one_process(comm: Any, by_stages: list[int], name: Any) -> None:
+    """Each step accumulates the gradients of two batches; the first one clips them by the norm over all stages."""
     mesh = Mesh(pp=2, dp=2)
     alone = Alone(tied(), keras.optimizers.Adam(0.05))
     optimizer: Any = DistributedOptimizer(keras.optimizers.Adam(0.05), mesh=mesh, **SMALL)
@@ -96,7 +96,7 @@ def test_steps_are_those_of_one_process(comm: Any, by_stages: list[int], name: A
             assert_gradients(pipe, alone.gradients)
         pipe.apply_gradients()
         alone.update()
-        assert_weights(pipe, alone.model, 1e-9)  # Adam divides by gradients: what is near 0 becomes 1 ulp more
+        assert_weights(pipe, alone.model, 1e-9)  # Adam divides by gradients: values near 0 amplify the difference
     assert optimizer.statistics.reductions == 2, "once in a step, clipped or not"
     assert not by_stages, "nobody knew which batch would be the last one"
     pipe.close()
@@ -111,7 +111,7 @@ def test_steps_are_those_of_one_process(comm: Any, by_stages: list[int], name: A
         pytest.param("breadth_first", True, marks=pytest.mark.long),
     ],
 )
-def test_fit_is_that_of_one_process(comm: Any, by_stages: list[int], name: Any, overlap: bool) -> None:
+def test_fit_matches_one_process(comm: Any, by_stages: list[int], name: Any, overlap: bool) -> None:
     """Logs are averaged over the replicas."""
     mesh = Mesh(pp=2, dp=2)
     x, y = batch(4 * ROWS)
@@ -137,7 +137,7 @@ def test_fit_is_that_of_one_process(comm: Any, by_stages: list[int], name: Any, 
     mesh.close()
 
 
-def test_what_was_accumulated_before_is_reduced_too(comm: Any, by_stages: list[int]) -> None:
+def test_earlier_accumulated_gradients_are_reduced_too(comm: Any, by_stages: list[int]) -> None:
     mesh = Mesh(pp=2, dp=2)
     alone = Alone(layers(4), "sgd")
     optimizer = DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh, op=ct.Sum, overlap=True)
@@ -156,7 +156,7 @@ def test_what_was_accumulated_before_is_reduced_too(comm: Any, by_stages: list[i
 
 
 def test_updates_while_the_pipeline_runs(comm: Any) -> None:
-    """Each update is by a microbatch of all replicas: as without replicas, with microbatches twice as large."""
+    """Each update uses a microbatch of all replicas, as without replicas and with microbatches twice as large."""
     mesh = Mesh(pp=2, dp=2)
     plain = keras.optimizers.SGD(0.3, momentum=0.9)
     twice = keras.optimizers.SGD(0.3, momentum=0.9)
@@ -175,10 +175,10 @@ def test_updates_while_the_pipeline_runs(comm: Any) -> None:
     mesh.close()
 
 
-def test_gradients_go_when_their_last_microbatch_is_done(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_reduced_after_their_last_microbatch(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breadth first: the second stage's gradients are reduced while the first one still computes its own.
 
-    A tied weight's wait for the end of the step, when its owners have added them up.
+    A tied weight's gradient waits for the end of the step, when its owners have summed it.
     """
     mesh = Mesh(pp=2, dp=2)
     optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh, overlap=True)
@@ -208,10 +208,10 @@ def test_gradients_go_when_their_last_microbatch_is_done(comm: Any, monkeypatch:
     mesh.close()
 
 
-def test_a_step_that_fails_leaves_no_reduction_behind(
+def test_a_failed_step_leaves_no_pending_reduction(
     comm: Any, monkeypatch: pytest.MonkeyPatch, by_stages: list[int]
 ) -> None:
-    """Some gradients were on their way. Another pipeline of the same layers and optimizer goes on without them."""
+    """Some gradients were in flight. Another pipeline of the same layers and optimizer continues without them."""
     mesh = Mesh(pp=2, dp=2)
     model, alone = layers(4), Alone(layers(4), "sgd")
     optimizer = DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh, overlap=True, **SMALL)
@@ -221,7 +221,7 @@ def test_a_step_that_fails_leaves_no_reduction_behind(
     plain = TensorflowStage.backward
 
     def fail(stage: TensorflowStage, *arguments: Any, **options: Any) -> Any:
-        if stage.number < 2:  # the stages behind are done then
+        if stage.number < 2:  # later stages are done then
             raise ZeroDivisionError("no such gradient")
         return plain(stage, *arguments, **options)
 
@@ -241,7 +241,7 @@ def test_a_step_that_fails_leaves_no_reduction_behind(
 
 
 def test_models_without_stages(comm: Any) -> None:
-    """A whole model on each rank, compiled by Keras, and trained with the replicas alone, also of a closed mesh."""
+    """Each rank has a whole model, compiled by Keras and trained with the replicas alone, also on a closed mesh."""
     mesh = Mesh(pp=2, dp=2)
     x, y = batch(2 * ROWS, mesh.coordinate("pp"))
     optimizers: list[Any] = [keras.optimizers.Adam(0.05), DistributedOptimizer(keras.optimizers.Adam(0.05), mesh=mesh)]
@@ -258,7 +258,7 @@ def test_models_without_stages(comm: Any) -> None:
 
 
 def test_the_ranks_of_meshes(comm: Any) -> None:
-    """The sets of a mesh are registered once; one of all ranks is there already; one of one rank reduces nothing."""
+    """A mesh registers its sets once; a set of all ranks exists already, and one rank reduces nothing."""
 
     def reducer(**options: Any) -> Any:
         mesh = Mesh(**options)
@@ -278,7 +278,7 @@ def test_the_ranks_of_meshes(comm: Any) -> None:
 
 
 def test_users_may_add_sets_of_the_same_ranks(comm: Any) -> None:
-    """What a mesh has registered is not theirs: they add and remove such a set as if it were not there."""
+    """Sets registered by a mesh are separate: users add and remove sets of the same ranks independently."""
     mesh = Mesh(pp=2, dp=2)
     reducers: list[Any] = [DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh).reducer for _ in range(2)]
     mesh.close()
@@ -296,7 +296,7 @@ def test_users_may_add_sets_of_the_same_ranks(comm: Any) -> None:
         near(got[0], [comm.rank // 2 * 2 + 0.5])
 
 
-def test_what_makes_no_sense(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     mesh, flat, half = Mesh(pp=2, dp=2), Mesh(pp=4), comm.split(comm.rank // 2)
     part = Mesh(ranks=half, dp=2)
     refused: list[tuple[str, dict[str, Any]]] = [
@@ -324,7 +324,7 @@ def test_what_makes_no_sense(comm: Any) -> None:
 
 
 def test_replicas_keep_the_same_weights(comm: Any, tmp_path: Any) -> None:
-    """With arrays that each replica shuffles for itself, and a callback that decides by logs of all replicas.
+    """Each replica shuffles arrays by itself, and a callback decides by logs of all replicas.
 
     One of them saves the model, with the optimizer's state.
     """

@@ -1,4 +1,4 @@
-"""What layers write in a forward, and what optimizers keep for each weight, is in a pipeline what it is without one."""
+"""State that layers write in a forward, and optimizer state of each weight, match training without a pipeline."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.inputs.keras_pipelines import (
     near,
 )
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 
 class Writes(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Writes a count, its input and a seed whenever it is called, and a weight of its own in training."""
+    """Writes a count, its input and a seed in each call, and in training a weight of its own."""
 
     def build(self, shape: Any) -> None:
         self.count = self.add_weight(shape=(), trainable=False, initializer="zeros", name="count")
@@ -63,9 +63,9 @@ def writing() -> Any:
     ],
 )
 def test_forwards_write_variables(comm: Any, name: Any, checkpoint: Any, eager: bool) -> None:
-    """SpectralNormalization's kernel stayed as it was, gradients flowed through what was written and read again, and
+    """Regression: SpectralNormalization's kernel never changed, gradients passed through written variables, and
 
-    evaluate and predict changed nothing. As in one process that is given the microbatches one after the other.
+    evaluate and predict changed nothing. The reference is one process that processes the microbatches in turn.
     """
     alone = Alone(writing(), "sgd")
     pipe = pipeline(writing(), comm, schedule=name, microbatches=3, checkpoint=checkpoint)
@@ -85,7 +85,7 @@ def test_forwards_write_variables(comm: Any, name: Any, checkpoint: Any, eager: 
     pipe.close()
 
 
-def test_a_weight_with_several_values_is_not_written(comm: Any) -> None:
+def test_a_weight_with_several_versions_is_not_written(comm: Any) -> None:
     pipe = pipeline(writing(), comm, schedule="pipedream", microbatches=2, loss="mse", optimizer="sgd")
     with pytest.raises((UsageError, PeerError), match="" if comm.rank else r"writes its weight .* in its forward"):
         pipe.train_on_batch(*batch(4))
@@ -102,8 +102,8 @@ class Passing(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 @pytest.mark.ranks(min=2)
-def test_what_is_written_does_not_lie_in_messages(comm: Any) -> None:
-    """A variable that was given an activation took over the memory of its message, which the next one overwrote."""
+def test_written_values_do_not_share_memory_with_messages(comm: Any) -> None:
+    """Regression: a variable assigned an activation adopted the message's memory, which the next one overwrote."""
     model = keras.Sequential([keras.Input((WIDTH,)), *[Passing(name=f"p{n}") for n in range(comm.size)]])
     pipe = pipeline(model, comm, microbatches=2)
     x = np.random.default_rng(0).normal(size=(4, WIDTH))
@@ -120,7 +120,7 @@ def test_what_is_written_does_not_lie_in_messages(comm: Any) -> None:
 
 
 def several() -> Any:
-    """Three optimizers in one, of which one has averages of weights."""
+    """Three combined optimizers, one of which averages weights."""
     small = {".*bias": keras.optimizers.SGD(0.05, momentum=0.9), "(.*/)?d3/kernel": keras.optimizers.RMSprop(0.01)}
     average = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5)
     return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(average, small))
@@ -135,8 +135,8 @@ def averaging() -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [pytest.param(averaging, marks=pytest.mark.long), several])
-def test_training_goes_on_with_other_stages(comm: Any, make: Any, tmp_path: Any) -> None:
-    """Averages met the weights of other stages, a second save failed, and what is within a MultiOptimizer was lost."""
+def test_training_continues_with_other_stages(comm: Any, make: Any, tmp_path: Any) -> None:
+    """Regression: averages belonged to other stages, a second save failed, and state of a MultiOptimizer was lost."""
     path = comm.broadcast_object(str(tmp_path), 0)
     x, y = batch(16)
     options: dict[str, Any] = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
@@ -168,8 +168,8 @@ class Unsaved(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no types
         super().__init__(**options)
 
 
-def test_an_optimizer_of_other_weights_or_without_a_configuration(comm: Any, tmp_path: Any) -> None:
-    """The last save of a long training failed; now a warning says so when it begins. Own classes need no names."""
+def test_an_optimizer_that_cannot_be_saved_is_warned_of(comm: Any, tmp_path: Any) -> None:
+    """Regression: the last save of a long training failed. Now training begins with a warning."""
     model = layers(comm.size)
     pipe = pipeline(model, comm, microbatches=2)
     other = keras.optimizers.SGD(momentum=0.9)
@@ -187,7 +187,7 @@ def test_an_optimizer_of_other_weights_or_without_a_configuration(comm: Any, tmp
 
 
 @pytest.mark.long
-def test_what_is_frozen_later_is_frozen_in_the_file(comm: Any, tmp_path: Any) -> None:
+def test_files_show_later_frozen_weights(comm: Any, tmp_path: Any) -> None:
     path = f"{comm.broadcast_object(str(tmp_path), 0)}/frozen.keras"
     model = layers(4)
     pipe = pipeline(model, comm, microbatches=2)
@@ -201,8 +201,8 @@ def test_what_is_frozen_later_is_frozen_in_the_file(comm: Any, tmp_path: Any) ->
     pipe.close()
 
 
-def test_weights_of_a_rank_and_of_the_whole_model(comm: Any) -> None:
-    """Those that `gather_weights` gives were refused by `set_weights`, by an error of Keras that did not say so."""
+def test_local_and_whole_weights(comm: Any) -> None:
+    """Regression: `set_weights` refused the result of `gather_weights` by an unrelated Keras error."""
     pipe, other = pipeline(layers(4), comm, microbatches=2), layers(4, seed=1)
     pipe.compile("sgd", "mse", run_eagerly=True)
     own = pipe.get_weights()

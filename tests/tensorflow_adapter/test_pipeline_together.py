@@ -1,4 +1,4 @@
-"""Callbacks, metrics and layers of a Keras pipeline that were wrong in silence, or ended it, unless ranks agree."""
+"""Agreement of ranks: without it callbacks, metrics and layers of a Keras pipeline failed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from commlib.errors import MismatchError, PeerError, UsageError
 from commlib_tensorflow import pipeline
 from tests.inputs.keras_pipelines import WIDTH, Alone, assert_weights, batch, filled, in_float64, layers, near
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 OPTIONS: dict[str, Any] = {"batch_size": 8, "shuffle": False, "verbose": 0}
 
 
 class Stop(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Sets stop_training on one rank alone."""
+    """Sets stop_training on one rank only."""
 
     def __init__(self, rank: int, *, within: bool) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Stop(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no type
 
 @pytest.mark.ranks(min=2)
 def test_ranks_stop_together(comm: Any) -> None:
-    """A training step of one rank met an evaluation of another, whose batch it took for its own."""
+    """Regression: one rank's training step was matched with another's evaluation, and took its batch."""
     x, y = batch(16)
     pipe = pipeline(layers(comm.size), comm, microbatches=2, loss="mse", optimizer="sgd")
     history = pipe.fit(x, y, epochs=4, callbacks=Stop(comm.size - 1, within=False), **OPTIONS)
@@ -61,7 +61,7 @@ class Interrupt(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no
 
 
 def test_one_backup_for_all_ranks(comm: Any, tmp_path: Any) -> None:
-    """Ranks made and deleted one folder at a time, and the optimizer's state was not in the file."""
+    """Regression: ranks created and deleted one folder at a time, and the file lacked the optimizer's state."""
     folder = comm.broadcast_object(str(tmp_path), 0) + "/backup"
     x, y = batch(16)
     make = lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)  # noqa: E731
@@ -83,8 +83,8 @@ def test_one_backup_for_all_ranks(comm: Any, tmp_path: Any) -> None:
     assert not tf.io.gfile.exists(folder)
 
 
-def test_a_metric_that_has_seen_something_before(comm: Any) -> None:
-    """What it had seen was counted in the first epoch."""
+def test_a_metric_with_earlier_state(comm: Any) -> None:
+    """Regression: earlier values counted in the first epoch."""
     metric = keras.metrics.MeanSquaredError(name="again")
     metric.update_state([100.0], [0.0])
     pipe = pipeline(layers(max(2, comm.size)), comm, microbatches=2)
@@ -101,7 +101,7 @@ def recurrent(rows: int, count: int) -> Any:
 
 
 def test_stateful_layers_take_whole_batches(comm: Any) -> None:
-    """Evaluate and predict left their states as they were; several microbatches failed within a step."""
+    """Regression: evaluate and predict did not change their states; several microbatches failed within a step."""
     x, y = np.random.default_rng(0).normal(size=(2, 4, 3, WIDTH)), np.ones((4, WIDTH))
     whole, cut = (recurrent(4, max(2, comm.size)) for _ in range(2))
     with pytest.raises(UsageError, match=r"l0.* is stateful.* use microbatches=1"):
@@ -115,7 +115,7 @@ def test_stateful_layers_take_whole_batches(comm: Any) -> None:
 
 
 class Draws(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Draws what nobody hands it, in training."""
+    """Draws random numbers by itself, in training."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -141,18 +141,18 @@ class Draws(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         pytest.param("numpy", False, marks=pytest.mark.long),
     ],
 )
-def test_what_is_computed_again_is_the_same(comm: Any, how: str, eager: bool) -> None:
-    """Gradients were those of other random numbers, or of another constant, than the loss."""
+def test_recomputation_is_deterministic_or_refused(comm: Any, how: str, eager: bool) -> None:
+    """Regression: gradients belonged to other random numbers, or another constant, than the loss."""
     dense = [keras.layers.Dense(WIDTH, name=f"d{n}") for n in range(comm.size)]
     drawing = [layer for one in dense for layer in (one, Draws(how))]
     options: dict[str, Any] = {"optimizer": "sgd", "loss": "mse", "run_eagerly": eager}
     pipe = pipeline([keras.Input((WIDTH,)), *drawing], comm, microbatches=2, checkpoint="full")
     pipe.compile(**options)
-    said = "when a backward recomputes" if comm.rank == comm.size - 1 else None  # the others may hear of it first
-    with pytest.raises((UsageError, PeerError), match=said):
+    text = "when a backward recomputes" if comm.rank == comm.size - 1 else None  # others may get its error
+    with pytest.raises((UsageError, PeerError), match=text):
         pipe.step(*batch(4))
     pipe.close()
-    # Keras's own random numbers, and constants that are always the same, are.
+    # Keras's own random numbers, and true constants, are the same.
     fine = [layer for one in dense for layer in (one, keras.layers.Dropout(0.5), keras.layers.LayerNormalization())]
     pipe = pipeline([keras.Input((WIDTH,)), *fine], comm, microbatches=2, checkpoint="full")
     pipe.compile(**options)
@@ -172,13 +172,13 @@ class Keeps(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 @pytest.mark.ranks(min=2)
-def test_what_a_layer_keeps_stays(comm: Any) -> None:
-    """The activation that a layer kept was in memory of a message, which the next one overwrote."""
+def test_values_kept_by_a_layer_do_not_change(comm: Any) -> None:
+    """Regression: a kept activation was in a message's memory, which the next one overwrote."""
     keeping = [Keeps() for _ in range(comm.size)]
     pipe = pipeline([keras.Input((WIDTH,)), *keeping], comm, microbatches=2)
     pipe.compile(optimizer=None, loss="mse", run_eagerly=True)
     own = keeping[comm.rank]
-    own.kept.clear()  # what was there when the model was made
+    own.kept.clear()  # values from the creation of the model
     x = np.arange(4.0 * 4 * WIDTH).reshape(4, 4, WIDTH)
     for each in x:
         pipe.step(each, each)
@@ -199,8 +199,8 @@ class Raises(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no types
 
 
 @pytest.mark.ranks(min=2)
-def test_a_late_error_is_told(comm: Any) -> None:
-    """Others waited for the rank, where its program caught the error; now all go on where all catch it."""
+def test_a_late_error_reaches_all_ranks(comm: Any) -> None:
+    """Regression: others waited if one rank's program caught the error; now all continue if all catch it."""
     alone, optimizer = Alone(layers(comm.size), "sgd"), Raises()
     pipe = pipeline(layers(comm.size), comm, microbatches=2)
     pipe.compile(optimizer=optimizer, loss="mse", metrics=["mae"], run_eagerly=True)
@@ -234,8 +234,8 @@ class Breaks(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no ty
 
 
 @pytest.mark.ranks(min=2)
-def test_errors_between_batches_are_told(comm: Any) -> None:
-    """Others trained on, and raised errors that did not name the first one."""
+def test_errors_between_batches_reach_all_ranks(comm: Any) -> None:
+    """Regression: the others continued to train, and raised errors that did not name the first one."""
     x, y = batch(16)
     pipe = pipeline(layers(comm.size), comm, microbatches=2)
     pipe.compile(optimizer="sgd", loss="mse", run_eagerly=True)
@@ -282,8 +282,8 @@ class Measures(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return x
 
 
-def test_models_that_call_their_layers_in_a_way_of_their_own(comm: Any) -> None:
-    """A subclass of Sequential or of a functional model was cut as if it had no call; within another model it is."""
+def test_models_with_their_own_call(comm: Any) -> None:
+    """Regression: a subclass of Sequential or of a functional model was cut as if it had no call of its own."""
     inner = [keras.layers.Dense(WIDTH, name="inner")]
     x = keras.Input((WIDTH,))
     for model, name in (

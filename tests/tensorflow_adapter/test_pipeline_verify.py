@@ -1,4 +1,4 @@
-"""A cut Keras model is compared with the whole one, and looking at it changes nothing."""
+"""Verification compares a cut Keras model with the whole one, without side effects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from commlib_tensorflow import pipeline
 from commlib_tensorflow.pipelines._parts import StageLayer
 from tests.inputs.keras_pipelines import WIDTH, batch, filled, in_float64, layers, near
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 
 class Traced(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Leaves traces wherever a call can."""
+    """Leaves traces in every way in which a call can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Traced(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 
 
 def model() -> tuple[Any, Traced]:
-    """Skips, masks, statistics, dropout, tied weights, regularisers and what leaves traces."""
+    """A model with skips, masks, statistics, dropout, tied weights, regularisers and side effects."""
     words = keras.Input((5,), dtype="int32", name="words")
     early = keras.layers.Embedding(7, WIDTH, mask_zero=True, name="embed")(words)
     tied = keras.layers.Dense(WIDTH, activation="tanh", kernel_regularizer="l2", name="tied")
@@ -57,8 +57,8 @@ def model() -> tuple[Any, Traced]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["verify", "measure"])
-def test_what_is_right_is_left_as_it_was(comm: Any, how: str) -> None:
-    """Layers were called to be measured, and counted that, or kept what they were given."""
+def test_verification_leaves_no_trace(comm: Any, how: str) -> None:
+    """Regression: measuring called layers, which counted the calls and kept their inputs."""
     whole, traced = model()
     x = np.random.default_rng(0).integers(1, 7, size=(6, 5))
     x[:3, 3:] = 0
@@ -72,7 +72,7 @@ def test_what_is_right_is_left_as_it_was(comm: Any, how: str) -> None:
     pipe.close()
 
 
-def test_a_batch_goes_through(comm: Any) -> None:
+def test_a_batch_can_be_verified(comm: Any) -> None:
     x, y = batch(8)
     pipe = pipeline(layers(2 * comm.size), comm, microbatches=3, loss="mse", optimizer="sgd", verify=(x, y))
     near(pipe.test_on_batch(x, y), np.mean((np.array(layers(2 * comm.size)(x)) - y) ** 2))
@@ -89,20 +89,20 @@ def test_a_batch_goes_through(comm: Any) -> None:
         pytest.param("evaluation", r"in evaluation: the output of d1 1.0 \(stage \d\) differs", marks=pytest.mark.long),
     ],
 )
-def test_what_differs_is_named(comm: Any, wrong: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_named(comm: Any, wrong: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = StageLayer.call
 
     def call(part: StageLayer, values: Any, training: bool | None = None) -> Any:
-        made = plain(part, values, training=training)
-        for name, value in made.items():
+        built = plain(part, values, training=training)
+        for name, value in built.items():
             if wrong == "value" or (wrong == "evaluation" and not training):
-                made[name] = value * 1.01 if name == "d1 1.0" else value
+                built[name] = value * 1.01 if name == "d1 1.0" else value
             elif wrong == "gradient":
-                made[name] = tf.stop_gradient(value)
+                built[name] = tf.stop_gradient(value)
         for variable in part.non_trainable_variables:
             if wrong == "state" and variable.name == "count":
                 variable.assign_add(1.0)
-        return made
+        return built
 
     dense = [keras.layers.Dense(WIDTH, name=f"d{n}") for n in range(4 if comm.size < 4 else 8)]
     monkeypatch.setattr(StageLayer, "call", call)
@@ -118,7 +118,7 @@ def test_what_differs_is_named(comm: Any, wrong: str, text: str, monkeypatch: py
 
 
 @pytest.mark.ranks(min=2)
-def test_a_batch_that_is_another_one_elsewhere(comm: Any) -> None:
+def test_different_batches_on_ranks_are_refused(comm: Any) -> None:
     with pytest.raises(MismatchError, match=r"verify: .* is .a value of the batch"):
         pipeline(layers(comm.size), comm, microbatches=2, verify=batch(4, seed=comm.rank)[0])
 
@@ -128,7 +128,7 @@ class Random(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return x * tf.random.uniform(tf.shape(x), dtype=x.dtype) if training else x
 
 
-def test_what_is_never_the_same_is_not_compared(comm: Any) -> None:
-    """A model that draws numbers of its own is no other one when it is cut."""
+def test_a_nondeterministic_model_is_not_compared(comm: Any) -> None:
+    """A model with random numbers of its own differs from call to call, cut or not."""
     model = [keras.Input((WIDTH,)), *[Random() for _ in range(2 * comm.size)]]
     pipeline(model, comm, microbatches=2, verify=batch(4)[0]).close()

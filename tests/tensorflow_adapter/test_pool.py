@@ -1,4 +1,4 @@
-"""Memory of results comes back with the last reference to it, and never before."""
+"""Pool: memory of results returns with the last reference to it, and not before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commlib_tensorflow._bridge import to_tensor
 COUNT = 1 << 18
 
 
-def test_memory_is_used_again_once_it_is_free() -> None:
+def test_free_memory_is_reused() -> None:
     pool = Pool()
     first = pool.empty((COUNT,), "float32")
     place = first.ctypes.data
@@ -41,11 +41,11 @@ def test_a_tensor_or_a_variable_keeps_its_memory() -> None:
     np.testing.assert_array_equal(part, 1)
 
 
-def test_small_arrays_are_simply_new() -> None:
+def test_small_arrays_bypass_the_pool() -> None:
     pool = Pool()
     assert pool.empty((0, 3), "int8").shape == (0, 3)
     array = pool.empty((), "float64")
     assert array.shape == ()
     memory = weakref.ref(array.base)
     del array
-    assert memory() is None  # not kept by the pool
+    assert memory() is None  # not from the pool

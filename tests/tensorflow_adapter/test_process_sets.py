@@ -1,4 +1,4 @@
-"""Operations of some of the ranks, and ranks that have run out of data."""
+"""Process sets: operations on some of the ranks, and ranks that have run out of data."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ both = pytest.mark.parametrize("mode", MODES)
 
 @pytest.fixture
 def ends(comm: Any) -> Iterator[Any]:
-    """The first rank and the last."""
+    """The process set of the first and the last rank."""
     process_set = hvd.add_process_set([0, comm.size - 1])
     yield process_set
     assert hvd.remove_process_set(process_set)
@@ -77,8 +77,8 @@ def test_variables_objects_and_gradients_of_some_ranks(comm: Any, ends: Any) -> 
 
 @both
 @pytest.mark.ranks(min=3)
-def test_gradients_of_a_rank_that_is_not_in_the_set(comm: Any, ends: Any, mode: str) -> None:
-    """They are its own, as with Horovod, so that one script may train differently in every set; it raised."""
+def test_gradients_of_a_rank_outside_the_set(comm: Any, ends: Any, mode: str) -> None:
+    """Regression: it raised. Gradients stay local, as with Horovod, so a script may train differently in every set."""
     variable = tf.Variable([1.0])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=ends, name=f"ends {mode}")
 
@@ -111,7 +111,7 @@ def test_join(comm: Any, mode: str) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_join_while_others_train(comm: Any, overlap: bool) -> None:
-    """Also in the first step, when ranks agree on what travels where."""
+    """This includes the first step, in which ranks agree on the layout."""
     from commlib_tensorflow.gradients import GradientsByName
 
     reducer = GradientsByName(f"join {overlap}", groups=2, overlap=overlap)

@@ -1,4 +1,4 @@
-"""Every call takes a communicator, a mesh with one axis and a process set as its `ranks`, with the same result."""
+"""Arguments `ranks`: a communicator, a mesh with one axis and a process set give the same result in every call."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_all_kinds_of_ranks(call: Callable[[Any], Any], comm: Any) -> None:
     expected = np.asarray(call(comm))
     for ranks in (Mesh(dp=2)["dp"], Mesh(tp=2), Mesh(ranks=comm, pp=2), ct.global_process_set):
         if call is mixed and isinstance(ranks, Mesh):
-            ranks = Mesh(ep=2)  # experts look for this axis
+            ranks = Mesh(ep=2)  # experts use this axis
         assert np.array_equal(call(ranks), expected)
 
 
@@ -98,7 +98,7 @@ def test_a_whole_mesh_is_all_its_ranks(comm: Any, tmp_path: Path) -> None:
 
 
 @pair
-def test_ranks_are_given_once(comm: Any) -> None:
+def test_ranks_must_not_be_given_twice(comm: Any) -> None:
     with pytest.raises(UsageError, match="ranks= and mesh= both say which ranks"):
         ct.DistributedOptimizer(keras.optimizers.SGD(0.1), ranks=comm, mesh=Mesh(dp=2))
 

@@ -1,4 +1,4 @@
-"""Tapes and optimizers tell what a step cost."""
+"""Reports of tapes and optimizers show the cost of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ring_bytes(comm: Any, nbytes: int) -> int:
 
 
 def of_buckets(comm: Any, reducer: Any) -> int:
-    """What an all-reduce of each bucket sends, paddings and flags included."""
+    """Return the bytes that an all-reduce of each bucket sends, with padding and flags."""
     return sum(ring_bytes(comm, bucket.nbytes) for bucket in reducer.reducers[0].buckets)
 
 
@@ -66,7 +66,7 @@ def test_reports_add_up_to_the_statistics(comm: Any, mode: str, overlap: bool) -
 
 
 @pytest.mark.ranks(min=2)
-def test_what_runs_while_the_graph_computes_is_hidden(comm: Any) -> None:
+def test_communication_during_computation_is_hidden(comm: Any) -> None:
     reducer = GradientsByName("hidden", groups=2, overlap=True)
     large = tf.ones(1 << 20)
 
@@ -76,7 +76,7 @@ def test_what_runs_while_the_graph_computes_is_hidden(comm: Any) -> None:
 
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
-        # The last variable's gradient is there long before the first one's.
+        # The last variable's gradient is ready long before the first one's.
         late = tf.reshape(tf.numpy_function(wait, [x], tf.float32, stateful=False), [1])
         return reducer([late, large], ["late", "large"])
 
@@ -88,7 +88,7 @@ def test_what_runs_while_the_graph_computes_is_hidden(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(("compression", "fewer"), [("int8", 3.5), (hvd.Compression.fp16, 2.0)])
-def test_compression_is_seen(comm: Any, compression: Any, fewer: float) -> None:
+def test_compression_appears_in_the_report(comm: Any, compression: Any, fewer: float) -> None:
     reducer = GradientsByName(f"fewer {fewer}", compression=compression, compress_within_node=True)
     reducer([tf.ones(1 << 16)], ["one"])
     report = reducer.report
@@ -106,7 +106,7 @@ def test_slices_count_for_every_other_rank(comm: Any) -> None:
     assert reducer.report.sent_bytes == (comm.size - 1) * (5 * 4 * 4 + 5 * 8) + of_buckets(comm, reducer)
 
 
-def test_keras_and_tapes_tell(comm: Any) -> None:
+def test_keras_and_tapes_have_reports(comm: Any) -> None:
     variable = keras.Variable(np.zeros(COUNT, np.float32))
     optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.1), name="telling")
     optimizer.build([variable])

@@ -1,4 +1,4 @@
-"""Graphs, as those of TensorFlow 1: operations that nothing orders run together, in whatever order ranks begin them."""
+"""Graphs of TensorFlow 1 run independent operations together, whatever order each rank begins them in."""
 
 import time
 from typing import Any
@@ -16,50 +16,50 @@ few_threads = pytest.mark.parametrize("threads", [1, 2])
 
 
 def session(threads: int) -> Any:
-    """A session with so many threads of its own for operations."""
+    """A session with its own threads for operations."""
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads, use_per_session_threads=True)
     return tf.compat.v1.Session(config=config)
 
 
 def late(x: Any, seconds: float) -> Any:
-    """The same tensor, after a while."""
+    """Return the same tensor after a delay."""
 
     def wait(array: Any) -> Any:
         time.sleep(seconds)
         return array
 
-    result = tf.numpy_function(wait, [x], x.dtype, stateful=False)  # so that nothing orders these either
+    result = tf.numpy_function(wait, [x], x.dtype, stateful=False)  # so that these are not ordered either
     result.set_shape(x.shape)
     return result
 
 
 def another_order(comm: Any) -> list[int]:
-    """The numbers of the operations, in a different order on every rank."""
+    """Return the numbers of the operations in a different order on every rank."""
     return [int(number) for number in np.random.default_rng(comm.rank).permutation(COUNT)]
 
 
 @few_threads
 @pytest.mark.parametrize("delayed", [False, True])
 def test_many_independent_operations_in_one_run(comm: Any, threads: int, delayed: bool) -> None:
-    """They hung: ranks began different ones, and each of them kept a thread of TensorFlow's until it was done."""
+    """Regression: they hung: ranks began different ones, each of which blocked a thread of TensorFlow's."""
     random = np.random.default_rng(100 + comm.rank)
     with tf.Graph().as_default():
-        found: list[Any] = [None] * COUNT
+        outcomes: list[Any] = [None] * COUNT
         for number in another_order(comm):
             x = tf.constant([float(number), float(comm.rank)])
             if delayed:
                 x = late(x, random.uniform(0, 0.02))
-            found[number] = hvd.allreduce(x, op=hvd.Sum, name=f"number {number}")
+            outcomes[number] = hvd.allreduce(x, op=hvd.Sum, name=f"number {number}")
         with session(threads) as run:
             for _ in range(3):
-                results = run.run(found)
+                results = run.run(outcomes)
     ranks = sum(range(comm.size))
     np.testing.assert_array_equal(results, [[number * comm.size, ranks] for number in range(COUNT)])
 
 
 @few_threads
 def test_gradients_of_many_independent_operations(comm: Any, threads: int) -> None:
-    """What comes back to them comes in a different order on every rank."""
+    """Their gradients arrive in a different order on every rank."""
     with tf.Graph().as_default():
         xs = [tf.constant([1.0 + number, 2.0 + comm.rank]) for number in range(COUNT)]
         ys = [hvd.allreduce(x * x, op=hvd.Sum, name=f"number {number}") for number, x in enumerate(xs)]
@@ -67,16 +67,16 @@ def test_gradients_of_many_independent_operations(comm: Any, threads: int) -> No
         for number in another_order(comm):
             with tf.control_dependencies(list(back.values())[-1:]):
                 back[number] = late(tf.fill([2], float(comm.rank + 1)), 0.001)
-        found = [tf.gradients(y, x, back[number])[0] for number, (x, y) in enumerate(zip(xs, ys, strict=True))]
+        values = [tf.gradients(y, x, back[number])[0] for number, (x, y) in enumerate(zip(xs, ys, strict=True))]
         with session(threads) as run:
-            results = run.run(found)
+            results = run.run(values)
     factor = 2.0 * sum(range(1, comm.size + 1))
     expected = [[factor * (1.0 + number), factor * (2.0 + comm.rank)] for number in range(COUNT)]
     np.testing.assert_array_equal(results, expected)
 
 
 def test_gradients_outside_of_a_traced_function(comm: Any) -> None:
-    """TensorFlow orders nothing in the function that it makes for them: it hung as sessions did."""
+    """Regression: TensorFlow does not order operations in the gradient function, which hung like sessions."""
     order = another_order(comm)
 
     @tf.function
@@ -92,16 +92,16 @@ def test_gradients_outside_of_a_traced_function(comm: Any) -> None:
 
 
 def slow_backward(x: Any, seconds: float) -> Any:
-    """The same tensor, whose gradient takes a while."""
+    """Return the same tensor; its gradient is delayed."""
     return tf.custom_gradient(lambda x: (tf.identity(x), lambda dy: late(dy, seconds)))(x)
 
 
 def test_a_wrapped_graph_of_tensorflow_1(comm: Any) -> None:
     def build(x: Any) -> Any:
-        found: list[Any] = [None] * COUNT
+        results: list[Any] = [None] * COUNT
         for number in another_order(comm):
-            found[number] = hvd.allreduce(x * float(number), op=hvd.Sum, name=f"wrapped {number}")
-        return found
+            results[number] = hvd.allreduce(x * float(number), op=hvd.Sum, name=f"wrapped {number}")
+        return results
 
     wrapped = tf.compat.v1.wrap_function(build, [tf.TensorSpec([2])])
     for number, result in enumerate(wrapped(tf.ones(2))):
@@ -159,23 +159,23 @@ def test_operations_in_a_loop_and_in_a_branch(comm: Any, threads: int) -> None:
 
 
 def test_only_what_is_fetched_runs(comm: Any) -> None:
-    """One of several operations can be run alone: none of them drags in the others."""
+    """One of several operations can run alone, without the others."""
     with tf.Graph().as_default():
-        found = [hvd.allreduce(tf.ones(2), op=hvd.Sum, name=f"alone {number}") for number in range(3)]
+        results = [hvd.allreduce(tf.ones(2), op=hvd.Sum, name=f"alone {number}") for number in range(3)]
         with session(1) as run:
-            np.testing.assert_array_equal(run.run(found[1]), [comm.size] * 2)
+            np.testing.assert_array_equal(run.run(results[1]), [comm.size] * 2)
 
 
 def test_traced_functions_within_a_graph_of_sessions(comm: Any) -> None:
-    """Two functions that nothing orders are two chains, each of which kept a thread."""
+    """Regression: two independent functions are two chains, each of which blocked a thread."""
     order = another_order(comm)
     with tf.Graph().as_default():
-        found: list[Any] = [None] * COUNT
+        outcomes: list[Any] = [None] * COUNT
         for number in order:
             reduce = tf.function(lambda x, number=number: hvd.allreduce(x, op=hvd.Sum, name=f"traced {number}"))
-            found[number] = reduce(tf.ones(2) * float(number))
+            outcomes[number] = reduce(tf.ones(2) * float(number))
         with session(2) as run:
-            results = run.run(found)
+            results = run.run(outcomes)
     np.testing.assert_array_equal(results, [[number * comm.size] * 2 for number in range(COUNT)])
 
 
@@ -191,8 +191,8 @@ def test_an_error_within_a_session(comm: Any) -> None:
 
 
 @few_threads
-def test_an_optimizer_that_starts_its_groups_as_they_come(comm: Any, threads: int) -> None:
-    """Two starts at once both wanted to agree with the other ranks, under one name."""
+def test_an_optimizer_that_starts_groups_as_they_become_ready(comm: Any, threads: int) -> None:
+    """Regression: two simultaneous starts negotiated with the other ranks under one name."""
     with tf.Graph().as_default():
         variables = [tf.Variable(tf.fill([3], float(number)), use_resource=True) for number in range(COUNT)]
         optimizer = hvd.DistributedOptimizer(
@@ -210,7 +210,7 @@ def test_an_optimizer_that_starts_its_groups_as_they_come(comm: Any, threads: in
 
 
 def test_broadcast_in_place(comm: Any) -> None:
-    """What was returned were the variables, and to run them ran nothing."""
+    """Regression: it returned the variables, so that running them ran no broadcast."""
     with tf.Graph().as_default():
         variables = [tf.Variable(tf.ones(count) * float(comm.rank)) for count in (2, 3)]
         results = hvd.broadcast_(variables, comm.size - 1)
@@ -223,7 +223,7 @@ def test_broadcast_in_place(comm: Any) -> None:
 
 
 def test_a_barrier_is_an_operation(comm: Any) -> None:
-    """Nothing was returned, so nothing could be run."""
+    """Regression: it returned nothing that could be run."""
     began: list[float] = []
     with tf.Graph().as_default():
         met = hvd.barrier()

@@ -14,14 +14,14 @@ both = pytest.mark.parametrize("mode", MODES)
 
 
 def data(comm: Any, shape: tuple[int, ...]) -> tuple[Any, slice]:
-    """The whole batch, far from zero, and this rank's rows: another number on every rank."""
+    """Return the whole batch, far from zero, and this rank's rows, whose number differs among ranks."""
     rows = sum(rank + 2 for rank in range(comm.size))
     before = sum(rank + 2 for rank in range(comm.rank))
     return np.random.default_rng(3).normal(5.0, 2.0, size=(rows, *shape)), slice(before, before + comm.rank + 2)
 
 
 def run(layer: Any, x: Any, y: Any, mode: str, mask: Any = None) -> list[Any]:
-    """Return the output and the gradients with respect to input, gamma and beta of a loss of rows."""
+    """Return the output and the gradients for input, gamma and beta of a loss over rows."""
 
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -48,7 +48,7 @@ def test_equals_the_whole_batch(comm: Any, shape: tuple[int, ...], axis: int, mo
         got = run(layer, x[rows], y[rows], mode)
         assert_close(got[0], expected[0][rows], 1e-9)
         assert_close(got[1], expected[1][rows], 1e-9)
-        # Each rank has the gradient of its own loss; those of all ranks add up to that of the whole batch.
+        # Each rank has the gradient of its own loss; those of all ranks sum to that of the whole batch.
         assert_close([hvd.allreduce(g, op=hvd.Sum) for g in got[2:]], expected[2:], 1e-9)
     assert_close(layer.moving_mean.value, alone.moving_mean.value, 1e-12)
     assert_close(layer.moving_variance.value, alone.moving_variance.value, 1e-12)

@@ -1,4 +1,4 @@
-"""Divided attention of Keras, and whole blocks, equal those that are not divided."""
+"""Divided attention of Keras, and whole blocks, equal undivided ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grouped(**options: Any) -> Any:
 
 
 def over(layer: Any, inputs: int = 1, masks: bool = False, **call: Any) -> Any:
-    """A model of attention alone: of a query, or of a query and a value of another length, or of three inputs."""
+    """A model of attention only: of a query, of a query and a value of another length, or of three inputs."""
     given = [keras.Input((None, WIDTH)) for _ in range(inputs)]
     taken = [L.Masking(0.0)(x) for x in given] if masks else given
     return filled(keras.Model(given, layer(*(taken * 2 if inputs == 1 else taken), **call)))
@@ -59,15 +59,15 @@ def test_attention(comm: Any, make: Any, inputs: int, call: Any, compiled: bool)
 
 
 @pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
-def test_attention_with_masks_that_come_along(comm: Any, make: Any) -> None:
-    """Keras sends masks along with tensors: so does a copy of a tensor."""
+def test_attention_with_implicit_masks(comm: Any, make: Any) -> None:
+    """Keras attaches masks to tensors, and a copy of a tensor keeps its mask."""
     x = [values(2, LENGTH, WIDTH, seed=number) for number in range(2)]
     x[0][0, 3:], x[1][1, 2:] = 0, 0
     same(lambda: over(make(), 2, masks=True), {"a": Column()}, comm, *x)
     same(lambda: over(make(), 2, masks=True), {"a": Column(sequence=1)}, comm, *x, sequence=1)
 
 
-@pytest.mark.long  # those that come along, and those for each head, go the same way
+@pytest.mark.long  # implicit masks, and masks of each head, take the same path
 @pytest.mark.parametrize("make", [attention, grouped])
 def test_attention_with_a_mask(comm: Any, make: Any) -> None:
     class Masked(keras.Model):  # type: ignore[misc]
@@ -79,16 +79,16 @@ def test_attention_with_a_mask(comm: Any, make: Any) -> None:
             mask = tf.constant(values(2, LENGTH, LENGTH, seed=5) > 0)
             return self.a(x, x, attention_mask=mask, use_causal_mask=True)
 
-    def made() -> Any:
+    def build() -> Any:
         model = Masked()
         model(values(2, LENGTH, WIDTH))
         return filled(model)
 
-    same(made, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
+    same(build, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
 
 
 class MaskedByHeads(keras.Model):  # type: ignore[misc]
-    """Keeps its mask as it is: a tensor that no graph has made."""
+    """A model that keeps its mask as a constant tensor."""
 
     def __init__(self, layer: Any, heads: int) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class MaskedByHeads(keras.Model):  # type: ignore[misc]
     ],
 )
 def test_attention_with_a_mask_for_each_head(comm: Any, make: Any, heads: int) -> None:
-    """A rank took the mask of all heads for that of its own, which failed or attended by other heads' masks."""
+    """Regression: a rank used the mask of all heads for its own, which failed or used other heads' masks."""
 
-    def made() -> Any:
+    def build() -> Any:
         model = MaskedByHeads(make(), heads)
         model(values(2, LENGTH, WIDTH))
         return filled(model)
 
-    same(made, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
+    same(build, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
 
 
 @pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
@@ -127,7 +127,7 @@ def test_attention_on_a_sequence(comm: Any, make: Any) -> None:
     same(model, {"a": Column(sequence=1)}, comm, values(2, LENGTH, WIDTH), sequence=1)
 
 
-def test_attention_that_does_not_fit(comm: Any) -> None:
+def test_invalid_attention_is_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match="whose units are heads"):
         parallelize(over(attention()), comm, {"a": Column(gather=True)})
     if comm.size > 1:
@@ -136,7 +136,7 @@ def test_attention_that_does_not_fit(comm: Any) -> None:
 
 
 def test_dropout_of_attention(comm: Any) -> None:
-    """Each rank drops other places; what is whole is the same on all."""
+    """Each rank drops different places; whole tensors stay equal on all."""
     own = over(attention(dropout=0.5, num_heads=4), return_attention_scores=True)
     parallelize(own, comm, {"a": Column()})
     x = tf.constant(values(2, LENGTH, WIDTH))
@@ -147,7 +147,7 @@ def test_dropout_of_attention(comm: Any) -> None:
 
 
 def encoder() -> Any:
-    """Two layers of a transformer, with an embedding and logits."""
+    """Two transformer layers with an embedding and logits."""
     given = keras.Input((None,), dtype="int32")
     x = L.Embedding(11, WIDTH, mask_zero=True, name="words")(given)
     for number in range(2):
@@ -190,7 +190,7 @@ def test_encoder(comm: Any, sequence: int | None) -> None:
     ],
 )
 def test_parallel_attention(comm: Any, options: Any, sequence: int | None) -> None:
-    """On one rank it is the layer that is not divided, with the same weights."""
+    """On one rank it matches the undivided layer with the same weights."""
     _same_block(comm, lambda axis: ParallelAttention(24, 8, axis, sequence=sequence, **options), 24, sequence)
 
 
@@ -217,7 +217,7 @@ def test_parallel_mlp(comm: Any, options: Any, sequence: int | None) -> None:
 def _same_block(comm: Any, make: Any, width: int, sequence: int | None) -> None:
     alone = comm.split(comm.rank)
     x, wanted = tf.constant(values(2, 7, width)), tf.constant(values(2, 7, width, seed=1))
-    found = []
+    results = []
     for axis in (alone, comm):
         keras.utils.set_random_seed(3)
         layer = make(axis)
@@ -231,18 +231,18 @@ def _same_block(comm: Any, make: Any, width: int, sequence: int | None) -> None:
             return out, *tape.gradient(loss, [x, *layer.trainable_variables])
 
         layer(x if sequence is None else scatter(x, axis, 1))
-        found.append((layer, step()))
-    for number, (expected, got) in enumerate(zip(found[0][1], found[1][1], strict=True)):
-        variable = found[1][0].trainable_variables[number - 2] if number > 1 else None
+        results.append((layer, step()))
+    for number, (expected, got) in enumerate(zip(results[0][1], results[1][1], strict=True)):
+        variable = results[1][0].trainable_variables[number - 2] if number > 1 else None
         shard = None if variable is None else shard_of(variable)
         near(got, expected if shard is None else shard.own(np.asarray(expected)), EXACT, f"{number}")
 
 
 @pytest.mark.any_ranks
 @pytest.mark.parametrize(("kv_heads", "causal"), [(8, False), (2, True), (1, True)])
-def test_parallel_attention_is_attention(comm: Any, kv_heads: int, causal: bool) -> None:
+def test_parallel_attention_matches_keras(comm: Any, kv_heads: int, causal: bool) -> None:
     """With Keras' own as the oracle, masks included."""
-    axis, features = comm.split(comm.rank), 4  # whose root Keras, which has it in float32, knows exactly
+    axis, features = comm.split(comm.rank), 4  # the square root of 4 is exact in float32, in which Keras has it
     plain = L.GroupQueryAttention(features, 8, kv_heads)
     x, mask = values(2, LENGTH, 32), values(2, 1, LENGTH, LENGTH, seed=5) > -0.5
     mask[..., 0] = True
@@ -258,7 +258,7 @@ def test_parallel_attention_is_attention(comm: Any, kv_heads: int, causal: bool)
     own.output_dense.kernel.assign(by_path["attention_output/kernel"].reshape(32, 32))
     own.output_dense.bias.assign(by_path["attention_output/bias"])
     for options in ({}, {"attention_mask": mask}):
-        # Without scores, Keras has the softmax in float32.
+        # Without scores, Keras computes the softmax in float32.
         expected, _ = plain(x, x, use_causal_mask=causal, return_attention_scores=True, **options)
         near(own(x, **options), expected)
 
@@ -271,12 +271,12 @@ def test_dropout_of_parallel_attention(comm: Any) -> None:
     near(layer(x), layer(x))
 
 
-def test_blocks_that_do_not_fit(comm: Any) -> None:
+def test_invalid_blocks_are_refused(comm: Any) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"heads": 5}, "multiple"), ({"kv_heads": 3}, "multiple"), ({"dropout": 1.0}, "dropout"),
     ]  # fmt: skip
-    for options, said in cases:
-        with pytest.raises(UsageError, match=said):
+    for options, text in cases:
+        with pytest.raises(UsageError, match=text):
             ParallelAttention(16, **{"heads": 4, "ranks": comm, **options})
     with pytest.raises(UsageError, match="all hidden features"):
         ParallelMLP(4, 8, comm, activation="softmax")

@@ -1,4 +1,4 @@
-"""Models made of layers of a divided model, and calls of such layers, were never checked: parts came out in silence."""
+"""Callers of single divided layers, and models made of them, were not checked: they silently got parts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_models_made_of_divided_layers(comm: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_model_of_parts_that_may_be(comm: Any) -> None:
+def test_a_model_of_parts_can_be_allowed(comm: Any) -> None:
     model = parallelize(plain(), comm, PLAN, divided_output=True)
     whole, x = plain(), values(3, 6)
     own = np.array_split(np.asarray(keras.Model(whole.inputs[0], whole.get_layer("up").output)(x)), comm.size, -1)
@@ -69,25 +69,25 @@ class Borrowing(keras.Model):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("borrows", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_layer_that_is_called_by_others_is_warned_of(comm: Any, borrows: bool) -> None:
-    """A step of one's own that calls a divided layer got a part, and was not told so."""
+def test_a_layer_called_from_elsewhere_is_warned_of(comm: Any, borrows: bool) -> None:
+    """Regression: a user-defined step that called a divided layer silently got a part."""
     model, x = divided(comm), values(3, 6)
     up = model.get_layer("up")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(x)
         for _ in range(2):
             (Borrowing(up) if borrows else up)(x)
-    told = [str(one.message) for one in said if "outside of" in str(one.message)]
-    assert len(told) == (comm.rank == 0)
-    assert all("up is called" in text and "this rank's shard" in text for text in told)
+    messages = [str(one.message) for one in caught if "outside of" in str(one.message)]
+    assert len(messages) == (comm.rank == 0)
+    assert all("up is called" in text and "this rank's shard" in text for text in messages)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         near(Borrowing(model)(x), plain()(x))
 
 
 class Around(keras.Model):  # type: ignore[misc]
-    """Holds a model, and calls its layers by itself."""
+    """Contains a model, and calls its layers directly."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -98,31 +98,31 @@ class Around(keras.Model):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_layers_that_are_called_by_what_holds_their_model(comm: Any, first: bool) -> None:
-    """It was not warned of, as it is where what calls them holds the layers themselves."""
+def test_layers_called_by_the_owner_of_their_model_are_warned_of(comm: Any, first: bool) -> None:
+    """Regression: a warning appeared only if the caller held the layers themselves."""
     model, x = divided(comm), values(3, 6)
     if first:
         near(Borrowing(model)(x), plain()(x))
     around = Around(model)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         around(x)
-    told = [str(one.message) for one in said if "up is called" in str(one.message)]
-    assert len(told) == (comm.rank == 0)
+    messages = [str(one.message) for one in caught if "up is called" in str(one.message)]
+    assert len(messages) == (comm.rank == 0)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-def test_a_sequential_that_changes_is_checked_again(comm: Any, first: bool, nested: bool) -> None:
-    """What came between divided layers later, or took a part for the whole, was wrong in silence."""
+def test_a_modified_sequential_is_checked_again(comm: Any, first: bool, nested: bool) -> None:
+    """Regression: layers added between divided ones, which took a part for the whole, were silently wrong."""
     x = values(3, 6)
 
-    def made() -> tuple[Any, Any]:
+    def build() -> tuple[Any, Any]:
         inner = sequential(L.Dense(8, "relu", name="up"), L.Dense(4, name="down"), shape=(6,))
         given = keras.Input((6,))
         return keras.Model(given, inner(given)) if nested else inner, inner
 
-    (model, inner), (whole, reference) = made(), made()
+    (model, inner), (whole, reference) = build(), build()
     parallelize(model, comm, {f"{inner.name}/up": Column(), f"{inner.name}/down": Row()} if nested else PLAN)
     if first:
         near(model(x), whole(x))
@@ -131,7 +131,7 @@ def test_a_sequential_that_changes_is_checked_again(comm: Any, first: bool, nest
         one.pop()
         one.add(L.Activation("tanh"))
         one.add(last)
-    near(model(x), whole(x))  # right is right
+    near(model(x), whole(x))  # a valid change passes
     last = inner.layers[-1]
     inner.pop()
     inner.add(L.Softmax())
@@ -146,7 +146,7 @@ def test_a_sequential_that_changes_is_checked_again(comm: Any, first: bool, nest
 
 
 class Dropping(keras.Model):  # type: ignore[misc]
-    """Leaves it to Keras to tell its layers that they are trained."""
+    """Relies on Keras to pass the training flag to its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Dropping(keras.Model):  # type: ignore[misc]
 
 
 def test_the_first_call_trains(comm: Any) -> None:
-    """The look before the first call ended Keras' context of it: layers after that were not trained in it."""
+    """Regression: the check before the first call ended Keras' call context: later layers were not in training mode."""
     model, x = Dropping(), values(3, 6)
     model(x)
     parallelize(filled(model), comm, PLAN)
@@ -167,7 +167,7 @@ def test_the_first_call_trains(comm: Any) -> None:
 
 
 class Recomputed(keras.Model):  # type: ignore[misc]
-    """A divided block that a backward computes again."""
+    """A divided block that a backward recomputes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,8 +177,8 @@ class Recomputed(keras.Model):  # type: ignore[misc]
         return tf.recompute_grad(lambda given: self.down(self.up(given)))(x)
 
 
-def test_a_backward_may_call_divided_layers(comm: Any) -> None:
-    """It was warned of, as a call from outside of the model is."""
+def test_recomputation_may_call_divided_layers(comm: Any) -> None:
+    """Regression: it was reported like a call from outside of the model."""
     model, x = Recomputed(), tf.constant(values(3, 6))
     model(x)
     parallelize(model, comm, PLAN)

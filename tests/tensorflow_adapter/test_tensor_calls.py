@@ -1,4 +1,4 @@
-"""Calls of a divided model that differ in what Keras gives them: masks, optional inputs, any number of arguments."""
+"""Calls of a divided model with different arguments from Keras: masks, optional inputs, any number of arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks(min=2)
 
 
 class Block(keras.layers.Layer):  # type: ignore[misc]
-    """Looks at all features where there is a mask, or no second input."""
+    """Uses all features if there is a mask, or no second input."""
 
     supports_masking = True
 
@@ -54,8 +54,8 @@ def sequential() -> Any:
 
 
 @pytest.mark.parametrize("make", [functional, sequential])
-def test_a_mask_that_is_given(comm: Any, make: Any) -> None:
-    """Models that Keras calls itself were not looked at again."""
+def test_an_explicit_mask(comm: Any, make: Any) -> None:
+    """Regression: models that Keras calls itself were not checked again."""
     model = parallelize(make(), comm, PLAN)
     near(model(X), make()(X))
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
@@ -63,7 +63,7 @@ def test_a_mask_that_is_given(comm: Any, make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [functional, sequential])
-def test_a_mask_that_a_tensor_has(comm: Any, make: Any) -> None:
+def test_an_implicit_mask(comm: Any, make: Any) -> None:
     model = parallelize(make(), comm, PLAN)
     near(model(X), make()(X))
     masked = L.Masking()(tf.constant(X))
@@ -71,7 +71,7 @@ def test_a_mask_that_a_tensor_has(comm: Any, make: Any) -> None:
         model(masked)
 
 
-def test_an_optional_input_that_is_none_later(comm: Any) -> None:
+def test_an_optional_input_that_is_omitted_later(comm: Any) -> None:
     model, other = parallelize(functional(optional=True), comm, PLAN), values(2, 3, 1)
     near(model([X, other]), functional(optional=True)([X, other]))
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
@@ -89,7 +89,7 @@ class Several(keras.Model):  # type: ignore[misc]
 
 
 def test_any_number_of_arguments(comm: Any) -> None:
-    """The look had the first of them alone."""
+    """Regression: the check received only the first one."""
     models = []
     for _ in range(2):
         model = Several()
@@ -103,7 +103,7 @@ def test_any_number_of_arguments(comm: Any) -> None:
 
 
 class Own(keras.Model):  # type: ignore[misc]
-    """Goes by what `how` does with what lies between."""
+    """Applies `how` to a value between its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def hang_on_tensor(model: Any, hidden: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", [hang_on_variable, hang_on_tensor])
-def test_what_is_kept_under_a_private_name(comm: Any, how: Any) -> None:
+def test_values_stored_under_a_private_name(comm: Any, how: Any) -> None:
     _, model = own(comm)
     with pytest.raises(UsageError, match="kept"):
         model(X, how=how)
@@ -157,19 +157,19 @@ def test_numbers_of_a_weights_shape(comm: Any, name: str) -> None:
         model(X, how=ASKED[name])
 
 
-def test_ranks_that_go_other_ways(comm: Any) -> None:
-    """Both were ways of a new kind, so that all looked, and none knew of the other's."""
+def test_ranks_on_different_paths(comm: Any) -> None:
+    """Regression: both paths were new kinds, so that all ranks checked, without comparing the paths."""
     plain, model = own(comm)
     near(model(X), plain(X))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X, how="tanh" if comm.rank else lambda _, hidden: ops.relu(hidden))
-    said = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
-    assert len(said) == (comm.rank == 0), said
+    messages = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), messages
 
 
-def test_a_flag_that_one_rank_gives_alone(comm: Any) -> None:
-    """The others go on without a look: whoever looks says of what."""
+def test_a_flag_given_on_one_rank_only(comm: Any) -> None:
+    """The others continue without a check; the error names the call that is checked."""
     _, model = own(comm)
     model(X)
     with pytest.raises(MismatchError) as caught:
@@ -182,10 +182,10 @@ def asks(function: Any = tf.executing_eagerly) -> bool:
 
 
 @pytest.mark.parametrize("function", [asks, tf.compat.v1.executing_eagerly])
-def test_who_asks_by_another_name_whether_it_runs_eagerly(comm: Any, function: Any) -> None:
+def test_aliases_of_executing_eagerly(comm: Any, function: Any) -> None:
     _, model = own(comm)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X, how=lambda _, hidden: hidden * 2 if function() else hidden)
-    said = [str(one.message) for one in caught if "checks whether it runs eagerly" in str(one.message)]
-    assert len(said) == (comm.rank == 0), said
+    messages = [str(one.message) for one in caught if "checks whether it runs eagerly" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), messages

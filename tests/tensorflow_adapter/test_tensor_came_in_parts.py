@@ -1,6 +1,6 @@
-"""A model that is called with each rank's part of a sequence: what it does along that before any divided layer.
+"""Models called with each rank's part of a sequence: operations along the sequence before any divided layer.
 
-One process is the oracle: another model with the same weights, called with the whole.
+The oracle is one process: another model with the same weights, called with the whole.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Block(keras.Model):  # type: ignore[misc]
         return x + self.down(self.up(x))
 
 
-def made(before: Before, x: Any) -> Any:
+def build(before: Before, x: Any) -> Any:
     model = Block(before)
     model(x)
     return filled(model)
@@ -111,9 +111,9 @@ def whole(comm: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", some(WRONG))
-def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
+def test_operations_on_the_whole_sequence_are_refused(comm: Any, name: str) -> None:
     x = whole(comm)
-    divided = parallelize(made(WRONG[name], x), comm, PLAN)
+    divided = parallelize(build(WRONG[name], x), comm, PLAN)
     with pytest.raises(
         UsageError, match=r"plan: .*(by the caller|differs from the unsharded|gathers a sequence takes)"
     ):
@@ -121,64 +121,64 @@ def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some(FUNCTIONAL))
-def test_so_it_is_of_functional_models(comm: Any, name: str) -> None:
-    """These are checked when they are divided, or when they are called, with any numbers."""
+def test_functional_models_refuse_such_operations(comm: Any, name: str) -> None:
+    """They are checked when divided or when called, on arbitrary numbers."""
     with pytest.raises(UsageError, match=r"plan: .*(by the caller|differs from the unsharded)"):
         parallelize(functional(FUNCTIONAL[name]), comm, PLAN)(scatter(whole(comm), comm, 1))
 
 
 @pytest.mark.parametrize("name", some(RIGHT))
-def test_what_goes_by_positions_is_right(comm: Any, name: str) -> None:
+def test_operations_on_single_positions_pass(comm: Any, name: str) -> None:
     x = whole(comm)
-    expected = made(RIGHT[name], x)(x)
-    divided = parallelize(made(RIGHT[name], x), comm, PLAN)
-    with warnings.catch_warnings(record=True) as told:
+    expected = build(RIGHT[name], x)(x)
+    divided = parallelize(build(RIGHT[name], x), comm, PLAN)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = divided(scatter(x, comm, 1))
     near(got, scatter(expected, comm, 1), 1e-12, name)
-    assert not [one for one in told if "plan:" in str(one.message)], name
+    assert not [one for one in caught if "plan:" in str(one.message)], name
 
 
-def test_functional_models_that_are_right(comm: Any) -> None:
+def test_valid_functional_models_pass(comm: Any) -> None:
     x, before = whole(comm), lambda m, x: L.Activation("tanh")(x)
     divided = parallelize(functional(before), comm, PLAN)
     near(divided(scatter(x, comm, 1)), scatter(functional(before)(x), comm, 1))
 
 
-def test_an_example_that_is_whole_tells_too(comm: Any) -> None:
-    """With it the first call is not looked at any more."""
+def test_a_whole_example_is_checked_too(comm: Any) -> None:
+    """It replaces the check of the first call."""
     x = whole(comm)
     for name in ("the length", "halves"):
         with pytest.raises(UsageError, match=r"plan: "):
-            parallelize(made(WRONG[name], x), comm, PLAN, example=x)
-    divided = parallelize(made(RIGHT["features"], x), comm, PLAN, example=x)
-    near(divided(scatter(x, comm, 1)), scatter(made(RIGHT["features"], x)(x), comm, 1))
+            parallelize(build(WRONG[name], x), comm, PLAN, example=x)
+    divided = parallelize(build(RIGHT["features"], x), comm, PLAN, example=x)
+    near(divided(scatter(x, comm, 1)), scatter(build(RIGHT["features"], x)(x), comm, 1))
 
 
-def test_two_parts_that_meet(comm: Any) -> None:
-    """One of them comes to no divided layer by itself."""
+def test_two_parts_may_be_combined(comm: Any) -> None:
+    """One of them enters no divided layer directly."""
     x, other = whole(comm), tf.constant(values(1, 4 * comm.size, 1, seed=2))
-    divided = parallelize(made(RIGHT["nothing"], x), comm, PLAN)
+    divided = parallelize(build(RIGHT["nothing"], x), comm, PLAN)
     got = divided(scatter(x, comm, 1), scatter(other, comm, 1))
-    near(got, scatter(made(RIGHT["nothing"], x)(x, other), comm, 1))
+    near(got, scatter(build(RIGHT["nothing"], x)(x, other), comm, 1))
 
 
 def test_within_a_graph(comm: Any) -> None:
-    """What has no numbers yet gets others on each rank, or what is a mean of one part would be that of all."""
+    """Symbolic tensors get different numbers on each rank; otherwise a part's mean would equal that of the whole."""
     x = whole(comm)
-    divided = parallelize(made(WRONG["halves"], x), comm, PLAN)
+    divided = parallelize(build(WRONG["halves"], x), comm, PLAN)
     with pytest.raises(Exception, match=r"plan: .*differs from the unsharded"):  # AutoGraph has one of its own
         tf.function(divided)(scatter(x, comm, 1))
 
 
 def test_a_norm_in_the_plan(comm: Any) -> None:
     x = whole(comm)
-    divided = parallelize(made(WRONG["a norm that is whole"], x), comm, {**PLAN, "norm": Sequence(1)})
-    near(divided(scatter(x, comm, 1)), scatter(made(WRONG["a norm that is whole"], x)(x), comm, 1))
+    divided = parallelize(build(WRONG["a norm that is whole"], x), comm, {**PLAN, "norm": Sequence(1)})
+    near(divided(scatter(x, comm, 1)), scatter(build(WRONG["a norm that is whole"], x)(x), comm, 1))
 
 
-def test_features_that_come_in_parts(comm: Any) -> None:
-    """A Row alone takes what its caller has divided: what comes before must go by single features."""
+def test_features_divided_by_the_caller(comm: Any) -> None:
+    """A Row without a Column takes features divided by its caller; earlier operations must treat them one by one."""
 
     class Last(keras.Model):  # type: ignore[misc]
         def __init__(self, before: Callable[[Any], Any]) -> None:
@@ -204,9 +204,9 @@ def test_features_that_come_in_parts(comm: Any) -> None:
 
 @pytest.mark.parametrize("divided_first", [True, False])
 def test_balanced_parts_are_warned_of(comm: Any, divided_first: bool) -> None:
-    """Layers put them together in the order of the ranks: attention saw tokens in another one."""
+    """Regression: layers joined them in rank order, so that attention saw tokens in a different order."""
     axis, x = commlib.Mesh(tp=comm.size)["tp"], whole(comm)
-    model = parallelize(made(RIGHT["nothing"], x), axis, PLAN)
+    model = parallelize(build(RIGHT["nothing"], x), axis, PLAN)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if divided_first:
@@ -214,5 +214,5 @@ def test_balanced_parts_are_warned_of(comm: Any, divided_first: bool) -> None:
         part = shard_sequence(x, axis)
         for _ in range(2):
             model(part)
-    said = [str(one.message) for one in caught if "in the layout 'balanced'" in str(one.message)]
-    assert len(said) == (comm.rank == 0), said
+    messages = [str(one.message) for one in caught if "in the layout 'balanced'" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), messages

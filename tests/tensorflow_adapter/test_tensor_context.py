@@ -1,4 +1,4 @@
-"""Attention over a divided sequence: that of one process, and its gradients, eager and in graphs."""
+"""Attention over a divided sequence matches one process, with gradients, eagerly and in graphs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LAYOUTS = ["balanced", "contiguous"]
 
 
 def drawn(heads: int, tokens: int, width: int, seed: int, batch: int = 2) -> Any:
-    """What all ranks know of the whole sequence."""
+    """Draw the whole sequence, the same on all ranks."""
     return tf.constant(np.random.default_rng(seed).standard_normal((batch, heads, tokens, width)))
 
 
 def expected(q: Any, k: Any, v: Any, causal: bool, documents: Any, scale: float | None = None) -> Any:
-    """Attention by its definition, on the whole sequence."""
+    """Compute attention by its definition on the whole sequence."""
     tokens, served = q.shape[2], q.shape[1] // k.shape[1]
     seen = np.zeros((tokens, tokens), bool)
     for start, stop in pairwise(documents or (0, tokens)):
@@ -39,17 +39,17 @@ def expected(q: Any, k: Any, v: Any, causal: bool, documents: Any, scale: float 
 
 
 def places(comm: Any, tokens: int, layout: str = "balanced") -> list[int]:
-    """This rank's positions."""
+    """Return this rank's positions."""
     return [at for part in SequenceLayout(tokens, comm.size, layout).ranges(comm.rank) for at in part]
 
 
 def own(x: Any, comm: Any, layout: str, dim: int = 2) -> Any:
-    """This rank's tokens."""
+    """Return this rank's tokens."""
     return tf.constant(np.take(x.numpy(), np.array(places(comm, x.shape[dim], layout), int), dim))
 
 
 def assert_near(got: Any, want: Any, whole: Any, tolerance: float = 1e-12) -> None:
-    """Relative to the largest element of the whole."""
+    """Compare relative to the largest element of the whole."""
     assert got.shape == want.shape
     if got.shape.num_elements():
         difference = np.abs(tf.cast(got, tf.float64).numpy() - want.numpy()).max()
@@ -108,7 +108,7 @@ def compare(
     ],
     ids=str,
 )
-def test_attention_is_that_of_one_process(
+def test_attention_matches_one_process(
     comm: Any, graph: bool, method: str, layout: str, causal: bool, documents: Any
 ) -> None:
     whole = [drawn(4, 11, 6, seed) for seed in (1, 2, 3)]
@@ -119,7 +119,7 @@ def test_attention_is_that_of_one_process(
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("tokens", [1, 3, pytest.param(8, marks=pytest.mark.long)])
 def test_sequences_of_any_length(comm: Any, method: str, graph: bool, tokens: int) -> None:
-    """Shorter ones than there are ranks, too: then a rank has no token, and takes part."""
+    """A sequence may be shorter than the number of ranks: ranks without tokens take part."""
     compare(comm, [drawn(3, tokens, 5, seed) for seed in (1, 2, 3)], method=method, graph=graph, length=tokens)
 
 
@@ -148,7 +148,7 @@ def test_dtypes(comm: Any, method: str, dtype: Any, tolerance: float) -> None:
     compare(comm, whole, method=method, dtype=dtype, tolerance=tolerance, graph=True)
 
 
-def test_exchanges_run_beside_computing(comm: Any) -> None:
+def test_exchanges_overlap_with_computation(comm: Any) -> None:
     axis = ParallelAxis(comm)
     axis.overlaps = True
     for graph in (False, True):
@@ -156,7 +156,7 @@ def test_exchanges_run_beside_computing(comm: Any) -> None:
 
 
 def test_the_gradient_of_a_gradient(comm: Any) -> None:
-    """Of what travels TensorFlow knows no gradient: it would have left that part out without a word."""
+    """TensorFlow knows no gradient of communication, and would silently drop that part."""
 
     def twice(x: Any, attend: Any) -> Any:
         with tf.GradientTape() as outer:
@@ -178,7 +178,7 @@ def test_the_gradient_of_a_gradient(comm: Any) -> None:
 
 
 def test_gradients_outside_of_a_function(comm: Any) -> None:
-    """Keys of several calls travelled in any order there, and met those of another call: gradients were noise."""
+    """Regression: exchanges of several calls were not ordered there, and mixed: gradients were noise."""
     x = own(drawn(2, 9, 4, 1), comm, "balanced")
 
     def run(x: Any) -> Any:
@@ -196,7 +196,7 @@ def test_gradients_outside_of_a_function(comm: Any) -> None:
 
 @pytest.mark.parametrize("method", [pytest.param("all_to_all", marks=pytest.mark.long), "ring"])
 def test_recomputed(comm: Any, method: Any) -> None:
-    """Attention that is computed again in backward, between the steps of another call's: in one order on all ranks."""
+    """Recomputation runs between the steps of another call's backward, in one order on all ranks."""
     layer, x = keras.layers.Dense(4, dtype="float64"), own(drawn(2, 9, 4, 1), comm, "balanced")
     layer.build((None, 4))
     layer.kernel.assign(drawn(1, 4, 4, 2)[0, 0])
@@ -218,7 +218,7 @@ def test_recomputed(comm: Any, method: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"method": "star"}, "'star', expected 'ring' or 'all_to_all'"),
         ({"layout": "zigzag"}, "'zigzag', expected 'balanced' or 'contiguous'"),
@@ -228,13 +228,13 @@ def test_recomputed(comm: Any, method: Any) -> None:
     ],
     ids=str,
 )
-def test_wrong_arguments_are_refused(comm: Any, options: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_refused(comm: Any, options: dict[str, Any], text: str) -> None:
     x = own(drawn(2, 8, 4, 1), comm, "balanced")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         cp.attention(x, x, x, comm, **options)
 
 
-def test_a_graph_must_know_the_length(comm: Any) -> None:
+def test_a_graph_requires_a_known_length(comm: Any) -> None:
     x = own(drawn(2, 8, 4, 1), comm, "balanced")
     with pytest.raises(UsageError, match="give length="):
         tf.function(lambda x: cp.attention(x, x, x, comm))(x)
@@ -242,7 +242,7 @@ def test_a_graph_must_know_the_length(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_a_rank_with_other_arguments_is_told(comm: Any, graph: bool) -> None:
+def test_different_arguments_on_a_rank_are_refused(comm: Any, graph: bool) -> None:
     x = own(drawn(2, 8, 4, 1), comm, "balanced")
     causal = comm.rank == comm.size - 1
 
@@ -256,7 +256,7 @@ def test_a_rank_with_other_arguments_is_told(comm: Any, graph: bool) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 7, 16])
-def test_what_is_cut_is_joined(comm: Any, layout: Any, tokens: int) -> None:
+def test_joining_reverses_cutting(comm: Any, layout: Any, tokens: int) -> None:
     for dim in (0, 1, 2):
         x = tf.constant(np.moveaxis(np.arange(6.0 * tokens).reshape(2, 3, tokens), 2, dim))
         with tf.GradientTape() as tape:
@@ -295,7 +295,7 @@ def test_the_mean_of_a_loss(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_another_rank_cannot_read(comm: Any) -> None:
-    """A rank that failed alone raised alone, and the others waited for its batch for ever."""
+    """Regression: a rank that failed raised alone, and the others waited for its batch for ever."""
 
     def broken() -> Any:
         yield np.zeros((1, 8), int)
@@ -320,7 +320,7 @@ def test_batches_are_divided(comm: Any) -> None:
 
 
 class Attention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Attention of a decoder, with grouped queries; divided, if it is given an axis."""
+    """Attention of a decoder, with grouped queries, divided if it has an axis."""
 
     def __init__(self, axis: Any, **options: Any) -> None:
         super().__init__(dtype="float64")
@@ -331,10 +331,10 @@ class Attention(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         q = tf.transpose(tf.reshape(self.q(x), [-1, x.shape[1], 4, 2]), [0, 2, 1, 3])
         k, v = tf.split(tf.transpose(tf.reshape(self.kv(x), [-1, x.shape[1], 4, 2]), [0, 2, 1, 3]), 2, 1)
         if self.axis is None:
-            found = expected(q, k, v, True, None)
+            result = expected(q, k, v, True, None)
         else:
-            found = cp.attention(q, k, v, self.axis, causal=True, length=13, **self.options)
-        return x + tf.reshape(tf.transpose(found, [0, 2, 1, 3]), [-1, x.shape[1], 8])
+            result = cp.attention(q, k, v, self.axis, causal=True, length=13, **self.options)
+        return x + tf.reshape(tf.transpose(result, [0, 2, 1, 3]), [-1, x.shape[1], 8])
 
 
 def _fixed(seed: int) -> Any:
@@ -354,7 +354,7 @@ def model_of(axis: Any, tokens: int, **options: Any) -> Any:
 def loss_of(axis: Any) -> Any:
     def loss(labels: Any, logits: Any) -> Any:
         counted = tf.cast(labels >= 0, tf.float64)
-        known = tf.cast(tf.maximum(labels, 0), tf.int64)  # Keras makes floats of them
+        known = tf.cast(tf.maximum(labels, 0), tf.int64)  # Keras converts them to floats
         each = tf.nn.sparse_softmax_cross_entropy_with_logits(known, logits) * counted
         return cp.loss_mean(tf.reduce_sum(each), tf.reduce_sum(counted), axis)
 
@@ -363,7 +363,7 @@ def loss_of(axis: Any) -> Any:
 
 @pytest.fixture
 def float64() -> Iterator[None]:
-    """Let Keras take losses in float64."""
+    """Make Keras compute losses in float64."""
     before = keras.config.floatx()
     keras.config.set_floatx("float64")
     yield
@@ -382,8 +382,8 @@ def float64() -> Iterator[None]:
     ],
     ids=str,
 )
-def test_fit_trains_as_in_one_process(comm: Any, method: str, layout: str, passes: int | None) -> None:
-    """Also where Keras adds up the gradients of two batches before they are averaged over the axis."""
+def test_fit_matches_one_process(comm: Any, method: str, layout: str, passes: int | None) -> None:
+    """This includes gradients that Keras accumulates over two batches before they are averaged over the axis."""
     batches = [np.random.default_rng(seed).integers(0, 11, (2, 13)) for seed in range(3 * (passes or 1))]
     alone_axis = comm.split(comm.rank)
     weights = []

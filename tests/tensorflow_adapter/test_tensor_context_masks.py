@@ -1,4 +1,4 @@
-"""Windows, masks and dropout of attention over a divided sequence: softmax of the whole, by definition."""
+"""Windows, masks and dropout of attention over a divided sequence match the softmax of the whole, by definition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drawn(*shape: int, seed: int) -> Any:
 
 
 def own(x: Any, comm: Any, dim: int = 2, layout: str = "balanced") -> Any:
-    """This rank's tokens."""
+    """Return this rank's tokens."""
     places = [at for part in SequenceLayout(x.shape[dim], comm.size, layout).ranges(comm.rank) for at in part]
     return tf.constant(np.take(np.asarray(x), np.array(places, int), dim))
 
@@ -34,7 +34,7 @@ def weights_of(
     q: Any, k: Any, *, causal: bool = False, scale: float = 0.5, documents: Any = None, window: Any = (-1, -1),
     mask: Any = None, key_mask: Any = None,
 ) -> Any:  # fmt: skip
-    """Softmax of scores, by its definition; zeros where nothing is seen."""
+    """Compute the softmax of scores by its definition; rows without visible keys are zero."""
     tokens = q.shape[2]
     apart = np.arange(tokens) - np.arange(tokens)[:, None]
     left, right = (tokens if side == -1 else side for side in window)
@@ -65,11 +65,11 @@ def compare(
     factors = drawn(BATCH, heads[0], tokens, 7, seed=4)
     learns = mask is not None and mask.dtype != bool
     reference = tf.constant(mask) if learns else mask
-    told = {name: value for name, value in options.items() if name not in ("dropout_p", "seed", "length")}
+    arguments = {name: value for name, value in options.items() if name not in ("dropout_p", "seed", "length")}
     with tf.GradientTape() as tape:
         watched = [*whole, *([reference] if learns else [])]
         tape.watch(watched)
-        weights = weights_of(whole[0], whole[1], mask=reference, key_mask=key_mask, **told)
+        weights = weights_of(whole[0], whole[1], mask=reference, key_mask=key_mask, **arguments)
         out = tf.matmul(weights if kept is None else weights * kept, tf.repeat(whole[2], heads[0] // heads[1], 1))
         loss = tf.reduce_sum(out * factors)
     wanted = [out, *tape.gradient(loss, watched)]
@@ -92,7 +92,7 @@ def compare(
         return [got, *tape.gradient(loss, inputs)]
 
     for at, (one, other) in enumerate(zip((tf.function(step) if graph else step)(*mine), wanted, strict=True)):
-        if at == 4 and not has_rows:  # of all queries: each rank has the part of its own
+        if at == 4 and not has_rows:  # all queries have one: each rank has its own part
             one, other = sum(comm.all_gather_object(one.numpy())), other.numpy()
         else:
             one, other = one.numpy(), own(other, comm, 2 if at < 4 else mask.ndim - 2, layout).numpy()
@@ -101,9 +101,9 @@ def compare(
 
 
 def padded() -> Any:
-    found = np.ones((BATCH, TOKENS), bool)
-    found[0, :4] = found[1, 9:] = False
-    return found
+    result = np.ones((BATCH, TOKENS), bool)
+    result[0, :4] = result[1, 9:] = False
+    return result
 
 
 def bools(*shape: int, share: float = 0.6) -> Any:
@@ -111,7 +111,7 @@ def bools(*shape: int, share: float = 0.6) -> Any:
 
 
 def least(mask: Any) -> Any:
-    """As models of Hugging Face hide keys: a row of nothing but these is the mean of all values."""
+    """A mask as models of Hugging Face hide keys: a fully hidden row gives the mean of all values."""
     return np.where(mask, 0.0, LEAST)
 
 
@@ -138,8 +138,8 @@ SELDOM = {"both_sides", "bias", "bias_of_keys", "no_keys", "scale_zero", "negati
     "case",
     [pytest.param(case, marks=pytest.mark.long if case in SELDOM else ()) for case in CASES],
 )
-def test_what_is_seen_is_that_of_one_process(comm: Any, method: str, case: str) -> None:
-    """A window and a mask were not there."""
+def test_windows_and_masks_match_one_process(comm: Any, method: str, case: str) -> None:
+    """Regression: windows and masks were missing."""
     compare(comm, method=method, **CASES[case])
 
 
@@ -150,7 +150,7 @@ def test_in_a_graph(comm: Any, method: str) -> None:
 
 
 def dropped(comm: Any, method: Any, rate: float, seed: Any, tokens: int = TOKENS, graph: bool = False) -> Any:
-    """This rank's weights after dropout, over what they are before: values that are one of each key show them."""
+    """Return this rank's weights after dropout, relative to those before; one-hot values reveal them."""
     q, k = (drawn(BATCH, heads, tokens, 6, seed=heads) for heads in (HEADS, 2))
     values = np.broadcast_to(np.eye(tokens), (BATCH, 2, tokens, tokens))
     mine = [own(x, comm) for x in (q, k, values)]
@@ -158,13 +158,13 @@ def dropped(comm: Any, method: Any, rate: float, seed: Any, tokens: int = TOKENS
     def attend(q: Any, k: Any, v: Any) -> Any:
         return cp.attention(q, k, v, comm, length=tokens, method=method, dropout_p=rate, seed=seed)
 
-    found = (tf.function(attend) if graph else attend)(*mine)
-    return (found / own(weights_of(q, k, scale=6**-0.5), comm)).numpy()
+    result = (tf.function(attend) if graph else attend)(*mine)
+    return (result / own(weights_of(q, k, scale=6**-0.5), comm)).numpy()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dropped_weights_and_their_gradients(comm: Any, method: str) -> None:
-    """The same weights by both methods and in every block, and as many as said: 4 deviations of 2 * 4 * 60 * 60."""
+    """Both methods drop the same weights in every block, at the given rate: 4 deviations of 2 * 4 * 60 * 60."""
     kept = dropped(comm, method, 0.3, 7)
     np.testing.assert_allclose(kept, dropped(comm, "ring", 0.3, 7), rtol=1e-9, atol=1e-9)
     of_all = np.concatenate(comm.all_gather_object(kept), 2)
@@ -182,13 +182,13 @@ def test_dropped_weights_and_their_gradients(comm: Any, method: str) -> None:
     assert not np.array_equal(many, dropped(comm, method, 0.3, generator, 60) < 1e-9)
 
 
-def test_graphs_drop_the_same(comm: Any) -> None:
+def test_graphs_have_the_same_dropout(comm: Any) -> None:
     pair = keras.random.SeedGenerator(5).next()
     np.testing.assert_array_equal(dropped(comm, "ring", 0.3, pair), dropped(comm, "ring", 0.3, pair, graph=True))
 
 
-def test_heads_on_other_ranks_drop_otherwise(comm: Any) -> None:
-    """Ranks along tp have one seed, and other heads: in the stream of what is divided they draw by themselves."""
+def test_heads_on_different_ranks_have_different_dropout(comm: Any) -> None:
+    """Ranks along tp have one seed and different heads: each draws from the stream of divided tensors."""
     alone, generator = comm.split(comm.rank, 0, name="alone"), keras.random.SeedGenerator(5)
     for is_same in (True, False):
         seed = generator if is_same else streams.own(generator.next(), comm)
@@ -197,7 +197,7 @@ def test_heads_on_other_ranks_drop_otherwise(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"dropout_p": 0.1}, "needs a seed"),
         ({"window": 4}, "sliding window of 4096"),
@@ -208,9 +208,9 @@ def test_heads_on_other_ranks_drop_otherwise(comm: Any) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(comm: Any, options: dict[str, Any], said: str) -> None:
+def test_mismatched_options_are_refused(comm: Any, options: dict[str, Any], text: str) -> None:
     x = own(drawn(2, 2, 8, 4, seed=1), comm)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         cp.attention(x, x, x, comm, **options)
 
 
@@ -219,8 +219,8 @@ def test_what_does_not_fit_is_refused(comm: Any, options: dict[str, Any], said: 
     ("name", "other"),
     [("window", {"window": (2, 0)}), ("mask", {"mask": np.ones((1, 8))}), ("refused", {"scale": np.nan})],
 )
-def test_one_rank_asks_otherwise(comm: Any, name: str, other: dict[str, Any]) -> None:
-    """What one rank alone may not ask for is told to those that wait for it."""
+def test_different_options_on_one_rank_are_refused(comm: Any, name: str, other: dict[str, Any]) -> None:
+    """An invalid option of one rank is reported to the ranks that wait for it."""
     x, is_last = own(drawn(2, 2, 8, 4, seed=1), comm), comm.rank == comm.size - 1
     expected = UsageError if name == "refused" and is_last else MismatchError
     with pytest.raises(expected, match="scale is nan" if expected is UsageError else name):

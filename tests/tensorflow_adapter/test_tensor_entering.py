@@ -1,4 +1,4 @@
-"""Layers of Keras with one input: it is moved once for all of them, and every tape sees where it came from."""
+"""Inputs shared by several Keras layers are moved once, and every tape records the move."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from commlib.tensor_parallel import Column, Row
 from commlib_tensorflow.tensor import gather, parallelize, scatter
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, sequential, values
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 
 class Gated(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Two layers with one input, and one that adds up. again: the first one is computed again in backward."""
+    """Two layers with one input, and one that sums. again: the first one is recomputed in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ GATED: Any = {"*gate": Column(), "*up": Column(), "*down": Row()}
 
 
 def reductions(comm: Any, run: Callable[[], Any]) -> list[int]:
-    """Return the bytes of each all-reduce while a function runs."""
+    """Return the bytes of each all-reduce during a function."""
     calls: list[int] = []
     reduce = type(comm).all_reduce
 
@@ -51,7 +51,7 @@ def reductions(comm: Any, run: Callable[[], Any]) -> list[int]:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_layers_with_one_input_share_one_reduction(comm: Any, in_float64: None, compiled: bool) -> None:
-    """Of the gradient of the input of both halves; two would be twice the bytes."""
+    """The gradients of the input of both halves are reduced together; separately they would be twice the bytes."""
     model = sequential(Gated(), Gated(), shape=(5, 4))
     parallelize(model, comm, GATED)
     x = tf.constant(values(2, 5, 4))
@@ -72,7 +72,7 @@ def test_layers_with_one_input_share_one_reduction(comm: Any, in_float64: None, 
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("way", ["again", "twice", "two tapes", "sequence"])
 def test_shared_inputs_have_all_their_gradients(comm: Any, in_float64: None, way: str, compiled: bool) -> None:
-    """What was moved for one layer is not taken by another where a tape would not see it."""
+    """A layer does not reuse a move that its tape would not record."""
 
     whole, own = (sequential(Gated(), shape=(5, 4)) for _ in range(2))
     along: Any = {"sequence": 1 if way == "sequence" else None}
@@ -90,15 +90,15 @@ def test_shared_inputs_have_all_their_gradients(comm: Any, in_float64: None, way
             else:
                 out = model(given)
             loss = tf.reduce_sum(out * y)
-        found = [first.gradient(loss, given)]
-        if way == "twice":  # the same input, whose first moves no tape has seen
+        results = [first.gradient(loss, given)]
+        if way == "twice":  # the same input, whose first moves no tape has recorded
             model(given)
         if way in ("twice", "two tapes"):
             with tf.GradientTape() as second:
                 second.watch(given)
                 loss = tf.reduce_sum(model(given) * y)
-            found.append(second.gradient(loss, given))
-        return found
+            results.append(second.gradient(loss, given))
+        return results
 
     expected = step(whole)
     got = (tf.function(step, autograph=False) if compiled else step)(own)

@@ -1,4 +1,4 @@
-"""Layers on divided features, between a Column and its Row: norms of channels and of groups, and PReLU."""
+"""Layers on divided features, between a Column and its Row: batch and group norms, and PReLU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NORMS: Any = {"bn": Sequence(-1), "gn": Sequence(3), "p": Sequence(-1), "shared"
 
 
 def make() -> Any:
-    """conv-BN-PReLU-GN-conv; no bias before the norm, whose gradient would be but rounding."""
+    """conv-BN-PReLU-GN-conv; a bias before the norm would have a gradient of mere rounding."""
     keras.utils.set_random_seed(0)
     between = [
         L.BatchNormalization(name="bn"),
@@ -37,33 +37,33 @@ def make() -> Any:
 
 
 def train(model: Any) -> list[float]:
-    model.run_eagerly = True  # a gathered one is not
+    model.run_eagerly = True  # a gathered model does not have it
     return [float(model.train_on_batch(X, Y[:, None, None])) for _ in range(2)]
 
 
 @pytest.mark.parametrize("plan", ["auto", pytest.param(NORMS, marks=pytest.mark.long)], ids=["auto", "plan"])
 def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None:
-    """conv-BN-conv, as in all of vision, was refused; each channel has its own moments, and each rank some channels."""
+    """Regression: conv-BN-conv was refused. Each channel has its own statistics, and each rank some channels."""
     plain, divided = make(), make()
-    found = plan if plan == "auto" else {"up": Column(), "down": Row(), **plan}
+    result = plan if plan == "auto" else {"up": Column(), "down": Row(), **plan}
     if comm.size == 3:  # of 4 groups, which stay whole: 3, 3 and 2 channels are none
         with pytest.raises(UsageError, match="its 4 groups cannot be split"):
-            parallelize(divided, comm, found, example=X, report=lambda table: None)
+            parallelize(divided, comm, result, example=X, report=lambda table: None)
         return
-    parallelize(divided, comm, found, report=lambda table: None)
+    parallelize(divided, comm, result, report=lambda table: None)
     assert all(isinstance(divided.get_layer(name).style, Sequence) for name in NORMS)
     near(train(divided), train(plain))
     for got, expected in zip(gather_weights(divided), plain.get_weights(), strict=True):
         near(got, expected, 1e-10)
     assert divided.get_layer("bn").moving_mean.shape == (len(np.array_split(range(8), comm.size)[comm.rank]),)
-    near(divided(X), plain(X), 1e-10)  # with moving moments
+    near(divided(X), plain(X), 1e-10)  # with moving statistics
     whole = gather_model(divided)
     near(train(whole), train(plain), 1e-10)
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
-    ("column", "norm", "style", "said"),
+    ("column", "norm", "style", "text"),
     [
         (Column(parts=2), L.BatchNormalization(name="bn"), Sequence(-1), "bn .* 2 fused parts"),
         (Column(), L.BatchNormalization(name="bn"), Sequence(1), r"mixes all of the others.* Sequence\(2\)"),
@@ -76,17 +76,17 @@ def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None
     ],
     ids=["parts", "dimension", "no style", "no weights", "frozen", "groups alone", "one group", "whole"],
 )
-def test_what_does_not_fit_is_refused(comm: Any, column: Any, norm: Any, style: Any, said: str) -> None:
-    """A rank's weights must be those of the features that it has."""
+def test_mismatched_styles_are_refused(comm: Any, column: Any, norm: Any, style: Any, text: str) -> None:
+    """A rank's weights must match its features."""
     model = keras.Sequential([keras.Input((3, 4)), L.Dense(8, name="up"), norm, L.Dense(2, name="down")])
     plan = {"up": column, "down": Row(split=column.gather)} | ({} if style is None else {"bn": style})
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         parallelize(model, comm, plan)
 
 
 @pytest.mark.ranks(min=2)
 def test_as_many_groups_as_ranks(comm: Any) -> None:
-    """Of a divided norm, which has one group, the first call asks how many the whole has."""
+    """For a divided norm with one group, the first call determines the groups of the whole."""
 
     def model() -> Any:
         keras.utils.set_random_seed(0)

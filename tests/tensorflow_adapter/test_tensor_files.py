@@ -1,4 +1,4 @@
-"""Files of divided Keras models: read as the whole, written as the whole by callbacks, and never as parts."""
+"""Files of divided Keras models contain the whole model, also from callbacks, and never parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(seed: int = 0, *, attention: bool = True, grouped: int = 0) -> Any:
-    """A model without biases of keys, whose gradient is but rounding."""
+    """A model without biases of keys, whose gradients would be mere rounding."""
     keras.utils.set_random_seed(seed)
     x = given = keras.Input((3, 8))
     x = keras.layers.Dense(8, name="first")(x)
@@ -51,7 +51,7 @@ def make(seed: int = 0, *, attention: bool = True, grouped: int = 0) -> Any:
 
 
 def steps(model: Any, count: int = 2) -> list[float]:
-    model.run_eagerly = True  # a loaded one is not
+    model.run_eagerly = True  # a loaded model does not have it
     return [float(model.train_on_batch(X, Y)) for _ in range(count)]
 
 
@@ -61,7 +61,7 @@ def close(got: Any, expected: Any) -> None:
 
 
 def test_a_file_of_the_whole_is_read_with_its_optimizer(comm: Any, folder: Path) -> None:
-    """Attention found nothing of its own in the file, and momentum of the whole did not fit that of parts."""
+    """Regression: attention did not find its weights in the file, and whole momentum did not fit parts."""
     heads = 3 if comm.size == 3 else 2  # which 3 ranks cannot share
     plain = make(grouped=heads)
     divided = parallelize(make(5, grouped=heads), comm, PLAN | {"grouped_attention": Column()})
@@ -97,14 +97,14 @@ def freeze(model: Any) -> None:
     ],
     ids=["layer", "later", "within"],
 )
-def test_a_gathered_model_is_frozen_as_the_divided_one(comm: Any, before: Any, later: Any) -> None:
-    """Layers within a frozen one trained in the gathered model; its optimizer did not fit, or it moved them."""
+def test_a_gathered_model_keeps_frozen_weights(comm: Any, before: Any, later: Any) -> None:
+    """Regression: layers inside of a frozen one trained in the gathered model, and its optimizer did not fit."""
     models = make(), parallelize(make(), comm, PLAN)
     for model in models:
         before(model)
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=True)
         steps(model)
-        if later is not None:  # the optimizer knows what has been frozen since
+        if later is not None:  # the optimizer knows the weights frozen since
             later(model)
             steps(model, 1)
     plain, divided = models
@@ -116,7 +116,7 @@ def test_a_gathered_model_is_frozen_as_the_divided_one(comm: Any, before: Any, l
 
 @pytest.mark.parametrize("kind", ["model", pytest.param("weights", marks=pytest.mark.long)])
 def test_callbacks_write_the_whole_once(comm: Any, folder: Path, kind: str) -> None:
-    """ModelCheckpoint was refused after the first epoch, though the page says that callbacks work."""
+    """Regression: ModelCheckpoint was refused after the first epoch, despite the documentation."""
     path = "kept{epoch}.keras" if kind == "model" else "kept{epoch}.weights.h5"
     plain, divided = make(), parallelize(make(), comm, PLAN)
     kept = []
@@ -141,8 +141,8 @@ def test_callbacks_write_the_whole_once(comm: Any, folder: Path, kind: str) -> N
 
 
 @pytest.mark.long
-def test_a_fit_goes_on_from_a_backup(comm: Any, folder: Path) -> None:
-    """BackupAndRestore was refused, though the page says that callbacks work."""
+def test_fit_continues_from_a_backup(comm: Any, folder: Path) -> None:
+    """Regression: BackupAndRestore was refused, despite the documentation."""
 
     class Stop(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -166,7 +166,7 @@ def test_a_fit_goes_on_from_a_backup(comm: Any, folder: Path) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_callbacks_of_some_ranks_are_refused(comm: Any, folder: Path) -> None:
-    """A file needs the parts of all ranks; where one alone asks for it, all are told before the first step."""
+    """A file needs the parts of all ranks: if only one rank has the callback, all raise before the first step."""
     divided = parallelize(make(attention=False), comm, FEW)
     callbacks = [keras.callbacks.ModelCheckpoint(folder / "kept.keras")] if comm.rank == 0 else []
     with pytest.raises(UsageError, match=r"are \[\['ModelCheckpoint'\], \[\].*: pass the same ones to all of them"):
@@ -175,7 +175,7 @@ def test_callbacks_of_some_ranks_are_refused(comm: Any, folder: Path) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_parts_are_not_written(comm: Any, folder: Path) -> None:
-    """HDF5 had one rank's parts in silence, and so had files of layers that are made divided."""
+    """Regression: HDF5, and files of layers constructed divided, silently contained one rank's parts."""
     inputs = keras.Input((8,))
     divided = parallelize(make(attention=False), comm, FEW)
     for model in (divided, keras.Model(inputs, ColumnDense(6, comm)(inputs))):
@@ -190,30 +190,30 @@ def test_parts_are_not_written(comm: Any, folder: Path) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.ranks(min=2)
 def test_copies_are_refused(comm: Any) -> None:
-    """A reference model or a mean teacher is one that was cloned before."""
+    """For a reference model or a mean teacher, clone the model before it is divided."""
     model = parallelize(make(attention=False), comm, FEW)
     with pytest.raises(UsageError, match=r"for a copy, shard a clone that was made before"):
         copy.deepcopy(model)
 
 
 def test_clones_are_whole_or_refused(comm: Any) -> None:
-    """A layer that was made divided said that its constructor lacks an argument."""
+    """Regression: a layer constructed divided reported a missing argument of its constructor."""
     model = parallelize(make(), comm, PLAN)
     clone = keras.models.clone_model(model)
     assert [weight.shape for weight in clone.weights] == [weight.shape for weight in make().weights]
     layer: Any = model.get_layer("up")
     assert type(type(layer).from_config(layer.get_config())) is keras.layers.Dense
     x = keras.Input((3, 8))
-    made = keras.Model(x, ParallelMLP(8, 16, comm)(ParallelAttention(8, 4, comm)(x)))
-    for copied in (lambda: keras.models.clone_model(made), lambda: keras.Model.from_config(made.get_config())):
+    built = keras.Model(x, ParallelMLP(8, 16, comm)(ParallelAttention(8, 4, comm)(x)))
+    for copied in (lambda: keras.models.clone_model(built), lambda: keras.Model.from_config(built.get_config())):
         with pytest.raises(UsageError, match=r"needs the ranks of an axis, which a configuration cannot hold"):
             copied()
     with pytest.raises(UsageError, match="ParallelMLP needs the ranks"):
         keras.models.clone_model(keras.Model(x, ParallelMLP(8, 16, comm)(x)))
 
 
-def test_a_checkpoint_of_tensorflow_knows_whose_part_it_has(comm: Any, folder: Path) -> None:
-    """Parts of other ranks have the same shapes: they were read in silence."""
+def test_a_tensorflow_checkpoint_identifies_its_parts(comm: Any, folder: Path) -> None:
+    """Regression: parts of other ranks have the same shapes, and were silently loaded."""
     divided = parallelize(make(attention=False), comm, FEW)
     steps(divided, 1)
     tf.train.Checkpoint(model=divided).write(str(folder / f"{comm.rank}"))

@@ -1,4 +1,4 @@
-"""The first call of each kind of a divided model is checked: the others passed, and computed something else."""
+"""Checks of the first call of each kind of a divided model; without them other kinds computed wrong results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commlib_tensorflow.tensor import parallelize, plan_check
 from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 L = keras.layers
 PLAN: Any = {"up": Column(), "down": Row()}
@@ -29,7 +29,7 @@ X = values(3, 6)
 
 
 class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """Goes by what it is given: wrong on parts where that is `wrong`, or how=True."""
+    """A model that is wrong on parts if an argument equals `wrong`, or how=True."""
 
     def __init__(self, wrong: str = "") -> None:
         super().__init__()
@@ -41,18 +41,18 @@ class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
         hidden = self.up(first)
         if how == "features":
             return hidden
-        found = {
+        result = {
             "training": training, "evaluation": not training, "list": isinstance(x, list), "dict": isinstance(x, dict),
             "gate": gate is not None, "rank": len(first.shape) == 3,
             "integers": gate is not None and "int" in gate.dtype.name,
         }  # fmt: skip
-        if found.get(self.wrong, False) or how is True or how == "softmax":
+        if result.get(self.wrong, False) or how is True or how == "softmax":
             hidden = ops.softmax(hidden)
         return self.down(hidden if gate is None else hidden * ops.cast(gate, hidden.dtype))
 
 
-def made(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
-    """Return a plain model, and a divided one."""
+def build(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
+    """Return a plain model and its divided copy."""
     plain, model = Model(), Model()
     for one in (plain, model):
         one(X)
@@ -62,7 +62,7 @@ def made(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
 
 
 class Failing(Model):
-    """Fails until it is told not to, or only when it is looked at."""
+    """A model that fails until a flag is cleared, or only during a check."""
 
     fails: Any = False
 
@@ -85,7 +85,7 @@ class Options:
 
 
 class Other(Model):
-    """Goes by something else than flags and strings."""
+    """A model that depends on arguments other than flags and strings."""
 
     def call(self, x: Any, gate: Any = None, how: Any = "", training: bool = False) -> Any:
         hidden = how(self.up(x)) if callable(how) else self.up(x)
@@ -114,8 +114,8 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_tells_a_kind(comm: Any, name: str) -> None:
-    """The second call passed, and was wrong."""
+def test_kinds_of_calls_are_distinguished(comm: Any, name: str) -> None:
+    """Regression: the second call silently gave a wrong result."""
     model, (right, wrong) = other(comm), OTHERS[name]
     model(X, how=right)
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
@@ -124,8 +124,8 @@ def test_what_tells_a_kind(comm: Any, name: str) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("asks", ["eager", "name", "graph"])
-def test_a_model_that_goes_another_way_eagerly_is_told(comm: Any, asks: str) -> None:
-    """The check makes a graph: what is done eagerly alone passed unseen."""
+def test_a_model_with_an_eager_path_is_reported(comm: Any, asks: str) -> None:
+    """The check builds a graph, and does not see eager paths."""
     model = other(comm)
     with warned(comm, "Other checks whether it runs eagerly at "):
         model(X, how=asks)
@@ -143,23 +143,23 @@ def failing(comm: Any, fails: Any) -> Any:
 
 @contextmanager
 def warned(comm: Any, *texts: str) -> Iterator[None]:
-    """See to it that rank 0 warns so, and nobody else warns."""
+    """Check that rank 0 gives these warnings, and no other rank warns."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    said = [str(one.message) for one in caught if "plan" in str(one.message)]
-    assert len(said) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), said
-    for text, got in zip(texts, said, strict=False):
+    messages = [str(one.message) for one in caught if "plan" in str(one.message)]
+    assert len(messages) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), messages
+    for text, got in zip(texts, messages, strict=False):
         assert text in got
 
 
 def fitted(model: Any, call: Callable[[Any], Any]) -> Any:
-    """Call within a function of TensorFlow."""
+    """Call it within a function of TensorFlow."""
     return tf.function(lambda: call(model), autograph=False)()
 
 
-def test_a_call_that_failed_is_no_check(comm: Any) -> None:
-    """The next one of its kind passed unseen."""
+def test_a_failed_call_is_no_check(comm: Any) -> None:
+    """Regression: the next call of its kind was not checked."""
     model = failing(comm, True)
     with pytest.raises(ValueError, match="not yet"):
         model(X, how=True)
@@ -170,7 +170,7 @@ def test_a_call_that_failed_is_no_check(comm: Any) -> None:
                 model(X, how=True)
 
 
-def test_a_look_that_fails_alone_is_told(comm: Any) -> None:
+def test_a_check_that_fails_alone_is_reported(comm: Any) -> None:
     model = failing(comm, "looks")
     with warned(comm, "Failing failed in the check of its call, but not in the call itself"):
         for _ in range(6):
@@ -200,18 +200,18 @@ RIGHT = [one for name, one in KINDS.items() if name not in ("a flag", "a string"
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("looked_at", ["a call", pytest.param("example", marks=pytest.mark.long)])
 def test_calls_of_other_kinds_are_checked(comm: Any, looked_at: str) -> None:
-    """They went another path than the one that was looked at, and gave other numbers, or a part."""
+    """Regression: they took a different path from the checked one, and returned wrong numbers, or a part."""
     for kind, (wrong, call) in KINDS.items():
         if kind == "training" and looked_at == "example":
-            continue  # which is looked at then
-        plain, model = made(comm, wrong, **({"example": X} if looked_at == "example" else {}))
+            continue  # it is then checked
+        plain, model = build(comm, wrong, **({"example": X} if looked_at == "example" else {}))
         for _ in range(2):
             near(model(X), plain(X), what=kind)
         for _ in range(2):  # each time
             with pytest.raises(UsageError, match="divided_output" if kind == "another result" else "softmax|Softmax"):
                 call(model)
         near(model(X), plain(X), what=kind)
-    _, model = made(comm, "integers")
+    _, model = build(comm, "integers")
     model(X, gate=GATE)
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
         model(X, gate=tf.ones((3, 1), tf.int32))
@@ -219,8 +219,8 @@ def test_calls_of_other_kinds_are_checked(comm: Any, looked_at: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.ranks(min=2)
-def test_right_calls_of_other_kinds(comm: Any) -> None:
-    plain, model = made(comm)
+def test_valid_calls_of_other_kinds(comm: Any) -> None:
+    plain, model = build(comm)
     with warned(comm):
         for _, call in RIGHT:
             near(call(model), call(plain))
@@ -228,10 +228,10 @@ def test_right_calls_of_other_kinds(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers, shapes, and graphs are no other kind."""
+    """Numbers, shapes and graphs do not make another kind."""
     looks: list[Any] = []
     monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
-    _, model = made(comm)
+    _, model = build(comm)
     for at in range(3):
         model(X, gate=GATE, how=at)
         model(X[:2], how=at, gate=GATE[:2])
@@ -250,8 +250,8 @@ def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.long
 @pytest.mark.ranks(min=2)
-def test_more_kinds_than_are_checked_are_told(comm: Any) -> None:
-    _, model = made(comm)
+def test_too_many_kinds_of_calls_are_reported(comm: Any) -> None:
+    _, model = build(comm)
     with warned(comm, "Model is called in more than 8 ways"):
         for at in range(11):
             model(X, how=f"number {at}")
@@ -259,8 +259,8 @@ def test_more_kinds_than_are_checked_are_told(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_call_that_a_user_has_wrapped(comm: Any, when: str) -> None:
-    """It stays, and its model is checked; it went with the first check."""
+def test_a_call_wrapped_by_the_user(comm: Any, when: str) -> None:
+    """Its wrapper stays, and the model is checked. Regression: the first check removed it."""
     calls: list[int] = []
     plain, model = Model(), Model()
     for one in (plain, model):
@@ -288,8 +288,8 @@ def test_a_call_that_a_user_has_wrapped(comm: Any, when: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_the_model_is_what_it_was(comm: Any) -> None:
-    _, model = made(comm)
+def test_checks_do_not_change_the_model(comm: Any) -> None:
+    _, model = build(comm)
     model(X)
     assert model.__class__ is Model
     assert isinstance(model, Model)
@@ -298,8 +298,8 @@ def test_the_model_is_what_it_was(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_fails_before_others_meet(comm: Any) -> None:
-    """It says with what; the others, which go on to where it never comes, hear of it and do not wait for ever."""
+def test_a_rank_that_fails_before_communication(comm: Any) -> None:
+    """It reports its error; the others receive the error and do not wait for ever."""
 
     class Fails(keras.layers.Layer):  # type: ignore[misc]
         def call(self, x: Any) -> Any:
@@ -308,7 +308,7 @@ def test_a_rank_that_fails_before_others_meet(comm: Any) -> None:
             return x
 
     model = keras.Sequential([keras.Input((6,)), L.Dense(8, name="up"), Fails(), L.Dense(4, name="down")])
-    with pytest.raises((UsageError, MismatchError)) as told:
+    with pytest.raises((UsageError, MismatchError)) as error:
         parallelize(model, comm, PLAN, example=X)
-    assert comm.rank or ("the sharded model fails" in str(told.value) and "of a part" in str(told.value))
+    assert comm.rank or ("the sharded model fails" in str(error.value) and "of a part" in str(error.value))
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))

@@ -1,4 +1,4 @@
-"""Heads of keys and values that are fewer than the ranks: shared by some, and trained as in one process."""
+"""Shared heads: fewer heads of keys and values than ranks train as in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grouped(keys: int, heads: int = HEADS, **options: Any) -> Any:
 
 @keras.saving.register_keras_serializable("heads")
 class Attention(keras.layers.Layer):  # type: ignore[misc]
-    """As users write it. way: how queries, keys and values are made."""
+    """Attention as users write it. way: how queries, keys and values are computed."""
 
     def __init__(self, keys: int = 1, way: str = "dense", regularizer: Any = None, **options: Any) -> None:
         super().__init__(**options)
@@ -87,14 +87,14 @@ def plan(keys: int, way: str) -> Any:
 
 
 def train(model: Any, eager: bool = True, **options: Any) -> Any:
-    """Return losses of some steps, and what they made of the weights."""
+    """Return losses of some steps, and the trained weights."""
     model.compile(keras.optimizers.Adam(1e-2, **options), "mse", run_eagerly=eager)
     x, y = values(4, TOKENS, WIDTH), values(4, TOKENS, WIDTH, seed=1)
     return model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 
 def trained_alike(comm: Any, make: Any, styles: Any, eager: bool = True, **options: Any) -> Any:
-    """Compare losses, weights and what the optimizer keeps after some steps of a divided model with one process'."""
+    """Compare losses, weights and optimizer state after some steps of a divided model with one process."""
 
     def reference() -> Any:
         whole = make()
@@ -122,7 +122,7 @@ CLIPS: list[dict[str, Any]] = [{}, {"clipnorm": 0.05}, {"global_clipnorm": 0.05}
 @pytest.mark.parametrize("few", [1, 2])
 @pytest.mark.parametrize("clip", CLIPS, ids=["plain", "each", "global"])
 def test_grouped_attention(comm: Any, clip: Any, few: int) -> None:
-    """It was refused. Of a head that ranks share, gradients are added up, and norms and state have it once."""
+    """Regression: it was refused. Ranks that share a head sum its gradients; norms and state count it once."""
     if comm.size % few:
         pytest.skip("heads of keys that do not divide the ranks")
     model = trained_alike(comm, lambda: grouped(few, use_gate=few > 1), {"a": Column()}, eager=bool(clip), **clip)
@@ -136,21 +136,21 @@ def test_grouped_attention(comm: Any, clip: Any, few: int) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("way", ["dense", "einsum", "fused"])
 @pytest.mark.parametrize("clip", CLIPS, ids=["plain", "each", "global"])
-def test_attention_of_ones_own(comm: Any, clip: Any, way: str) -> None:
+def test_user_defined_attention(comm: Any, clip: Any, way: str) -> None:
     keys = 1 if way == "fused" or comm.size % 2 else comm.size // 2
     trained_alike(comm, lambda: own(keys, way), plan(keys, way), **clip)
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("way", ["dense", "einsum"])
-def test_auto_finds_them(comm: Any, way: str) -> None:
+def test_auto_detects_shared_heads(comm: Any, way: str) -> None:
     keys = 1 if comm.size % 2 else comm.size // 2
     trained_alike(comm, lambda: own(keys, way), "auto")
     trained_alike(comm, lambda: grouped(keys), "auto")
 
 
 class Repeated(keras.layers.Layer):  # type: ignore[misc]
-    """Repeats its heads of keys by numbers of its own, or picks the one. fixed: it asks for heads by numbers, too."""
+    """Repeats heads of keys by fixed numbers, or selects one. fixed: other heads have fixed numbers, too."""
 
     def __init__(self, keys: int, way: str, fixed: bool) -> None:
         super().__init__(name="a")
@@ -191,8 +191,8 @@ class Repeated(keras.layers.Layer):  # type: ignore[misc]
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(("way", "few"), [("pick", True), ("tile", True), ("repeat", False), ("expand", False)])
-def test_auto_sees_how_heads_are_repeated(comm: Any, way: str, few: bool, fixed: bool) -> None:
-    """Pairs stayed whole where a head was picked, tiled or repeated by a number of the layer."""
+def test_auto_detects_how_heads_are_repeated(comm: Any, way: str, few: bool, fixed: bool) -> None:
+    """Regression: pairs stayed whole if a head was selected, tiled or repeated by a number of the layer."""
     keys = 1 if few or comm.size % 2 else comm.size // 2
 
     def make() -> Any:
@@ -205,8 +205,8 @@ def test_auto_sees_how_heads_are_repeated(comm: Any, way: str, few: bool, fixed:
 
 @pytest.mark.long
 @pytest.mark.ranks(min=2)
-def test_tiled_heads_lie_in_another_order(comm: Any) -> None:
-    """Of several that are tiled, one after another comes again: a rank's are no neighbours."""
+def test_tiled_heads_have_another_order(comm: Any) -> None:
+    """Tiled heads alternate, so that a rank's are not adjacent."""
     x = keras.Input((TOKENS, WIDTH))
     layer = Repeated(2, "tile", False)
     layer.heads = layer.groups
@@ -223,7 +223,7 @@ def total(weight: Any) -> Any:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("regularizer", ["l2", total], ids=["a sum", "none"])
 @pytest.mark.parametrize("way", ["dense", "fused"])
-def test_regularizers_count_them_once(comm: Any, way: str, regularizer: Any) -> None:
+def test_regularizers_count_shared_heads_once(comm: Any, way: str, regularizer: Any) -> None:
     def make() -> Any:
         return own(1, way, regularizer)
 
@@ -236,8 +236,8 @@ def test_regularizers_count_them_once(comm: Any, way: str, regularizer: Any) -> 
 
 @pytest.mark.long
 @pytest.mark.ranks(min=2)
-def test_activity_counts_them_once(comm: Any) -> None:
-    """Each rank added the outputs of a shared head to the loss."""
+def test_activity_counts_shared_heads_once(comm: Any) -> None:
+    """Regression: each rank added the outputs of a shared head to the loss."""
     trained_alike(comm, lambda: grouped(1, activity_regularizer="l2"), {"a": Column()})
     dense = L.Dense(HEADS, name="d", activity_regularizer="l2")
     model = keras.Sequential([keras.Input((WIDTH,)), dense])
@@ -247,8 +247,8 @@ def test_activity_counts_them_once(comm: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.ranks(min=2)
-def test_gathered_and_given_lora(comm: Any) -> None:
-    """What is put together again has each head once; LoRA's other factor is whole, and sees all ranks."""
+def test_gathered_heads_and_lora(comm: Any) -> None:
+    """Gathered weights have each head once; LoRA's other factor is whole, and receives gradients of all ranks."""
 
     def make() -> Any:
         dense = L.EinsumDense("bta,ahd->bthd", (TOKENS, 1, SIZE), bias_axes="hd", name="d")
@@ -264,8 +264,8 @@ def test_gathered_and_given_lora(comm: Any) -> None:
     same(adapted, plan(1, "dense"), comm, values(2, TOKENS, WIDTH), tolerance=FLOAT32)
 
 
-def test_heads_that_do_not_fit(comm: Any) -> None:
-    """Of 7 heads of queries beside more than one of keys ranks would have those of two."""
+def test_unsupported_numbers_of_heads_are_refused(comm: Any) -> None:
+    """With 7 heads of queries and several of keys, a rank's queries would belong to two of these."""
     if comm.size < 3:
         pytest.skip("fewer ranks")
     keys = comm.size // 2 if comm.size % 2 == 0 else 2

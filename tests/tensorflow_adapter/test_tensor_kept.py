@@ -1,4 +1,4 @@
-"""A part that leaves a model's call by another door than its return: each rank trained by its own, in silence."""
+"""Stored parts: values that leave a model other than by its return silently trained each rank differently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commlib_tensorflow.tensor import parallelize
 from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, near_shard, sequential, values
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 L = keras.layers
 PLAN: Any = {"up": Column(), "down": Row()}
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.ranks(min=2)
 
 
 class Holder:
-    """Holds what it is given."""
+    """Stores a value."""
 
     last: Any = None
     every: ClassVar[list[Any]] = []
@@ -42,7 +42,7 @@ class Holder:
 
 
 class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """Keeps what `what` makes of a divided and of a whole value, by a door."""
+    """Stores the result of `what` for a divided and a whole value, at a given place."""
 
     def __init__(self, what: Any, door: Any) -> None:
         super().__init__()
@@ -65,24 +65,24 @@ class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     def call(self, x: Any) -> Any:
         hidden = self.up(x)
-        found = self.down(hidden)
-        self.door(self, self.what(hidden, found))
-        return found
+        result = self.down(hidden)
+        self.door(self, self.what(hidden, result))
+        return result
 
 
-def mean(hidden: Any, found: Any) -> Any:
+def mean(hidden: Any, result: Any) -> Any:
     return tf.reduce_mean(hidden)
 
 
-def part(hidden: Any, found: Any) -> Any:
+def part(hidden: Any, result: Any) -> Any:
     return hidden
 
 
-def whole(hidden: Any, found: Any) -> Any:
-    return tf.reduce_mean(found) + tf.reduce_sum(found**2)
+def whole(hidden: Any, result: Any) -> Any:
+    return tf.reduce_mean(result) + tf.reduce_sum(result**2)
 
 
-def cut(hidden: Any, found: Any) -> Any:
+def cut(hidden: Any, result: Any) -> Any:
     return tf.stop_gradient(tf.reduce_mean(hidden))
 
 
@@ -131,7 +131,7 @@ SHORT = ("an attribute", "a global", "a closure", "a class", "a module of Tensor
 SOME = [door if door in SHORT else pytest.param(door, marks=pytest.mark.long) for door in DOORS]
 
 
-def made(what: Any, door: Any) -> Any:
+def build(what: Any, door: Any) -> Any:
     model = Model(what, lambda model, value: None)
     model(X)
     filled(model)
@@ -139,8 +139,8 @@ def made(what: Any, door: Any) -> Any:
     return model
 
 
-def told(call: Callable[[], Any]) -> list[str]:
-    """Return the warnings of a call that are about the plan."""
+def warnings_of(call: Callable[[], Any]) -> list[str]:
+    """Return the warnings of a call about the plan."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -148,9 +148,9 @@ def told(call: Callable[[], Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("door", SOME)
-def test_a_part_is_refused(comm: Any, door: str) -> None:
+def test_a_stored_part_is_refused(comm: Any, door: str) -> None:
     for what in (mean, part):
-        model = parallelize(made(what, DOORS[door][0]), comm, PLAN)
+        model = parallelize(build(what, DOORS[door][0]), comm, PLAN)
         for training in (False, True):
             with pytest.raises(UsageError, match=r"(?s)kept after a model's call.*by up.*test_tensor_kept\.py"):
                 model(X, training=training)
@@ -158,31 +158,31 @@ def test_a_part_is_refused(comm: Any, door: str) -> None:
 
 
 def test_an_attribute_of_the_result_is_refused(comm: Any) -> None:
-    def hung(hidden: Any, found: Any) -> None:
-        found.hidden = hidden
+    def hung(hidden: Any, result: Any) -> None:
+        result.hidden = hidden
 
-    model = parallelize(made(hung, lambda model, value: None), comm, PLAN)
+    model = parallelize(build(hung, lambda model, value: None), comm, PLAN)
     with pytest.raises(UsageError, match="kept after a model's call"):
         model(X)
 
 
-def test_ways_to_check(comm: Any) -> None:
+def test_each_check_refuses_a_stored_part(comm: Any) -> None:
     for options in ({"example": X}, {"verify": X}):
         with pytest.raises(UsageError, match="kept after a model's call"):
-            parallelize(made(mean, DOORS["an attribute"][0]), comm, PLAN, **options)
-    model = parallelize(made(mean, DOORS["an attribute"][0]), comm, PLAN)
+            parallelize(build(mean, DOORS["an attribute"][0]), comm, PLAN, **options)
+    model = parallelize(build(mean, DOORS["an attribute"][0]), comm, PLAN)
     model.compile("sgd", "mse")
     with pytest.raises(UsageError, match="kept after a model's call"):
         model.fit(X, values(3, 4), verbose=0)
-    model = made(mean, DOORS["an attribute"][0])
+    model = build(mean, DOORS["an attribute"][0])
     with pytest.raises(UsageError, match="finds no layer"):
         parallelize(model, comm, "auto", example=X, report=lambda table: None)
 
 
 @pytest.mark.parametrize("door", SOME)
-def test_what_is_whole_is_right(comm: Any, door: str) -> None:
-    """And trains as in one process."""
-    model, plain = (made(whole, DOORS[door][0]) for _ in range(2))
+def test_stored_whole_values_are_accepted(comm: Any, door: str) -> None:
+    """They also train as in one process."""
+    model, plain = (build(whole, DOORS[door][0]) for _ in range(2))
     parallelize(model, comm, PLAN)
     gradients = []
     for one in (model, plain):
@@ -192,69 +192,69 @@ def test_what_is_whole_is_right(comm: Any, door: str) -> None:
                 loss = tf.reduce_sum(one(X, training=True)) + DOORS[door][1](one)
             gradients.append(tape.gradient(loss, one.trainable_variables))
 
-        assert not told(step)
+        assert not warnings_of(step)
     for variable, got, expected in zip(model.trainable_variables, *gradients, strict=True):
         near_shard(got, expected, variable)
     OUTSIDE.clear()
 
 
-def test_a_number_stays_a_number_in_a_move(comm: Any) -> None:
-    """It had a dimension more outside of graphs."""
+def test_moves_keep_scalars(comm: Any) -> None:
+    """Regression: outside of graphs a scalar gained a dimension."""
     assert tp.reduce(tf.constant(1.0), comm).shape == ()
     assert tp.copy(tf.constant(1.0), comm).shape == ()
 
 
-def test_a_part_that_is_put_together_is_right(comm: Any) -> None:
-    def summed(hidden: Any, found: Any) -> Any:
+def test_a_reduced_part_is_accepted(comm: Any) -> None:
+    def summed(hidden: Any, result: Any) -> Any:
         return tp.reduce(tf.reduce_sum(hidden), comm)
 
-    model = parallelize(made(summed, DOORS["an attribute"][0]), comm, PLAN)
-    assert not told(lambda: model(X))
-    near(model.aux, tf.reduce_sum(made(summed, DOORS["an attribute"][0]).up(X)))
+    model = parallelize(build(summed, DOORS["an attribute"][0]), comm, PLAN)
+    assert not warnings_of(lambda: model(X))
+    near(model.aux, tf.reduce_sum(build(summed, DOORS["an attribute"][0]).up(X)))
 
 
-def test_a_part_without_a_gradient_is_told(comm: Any) -> None:
-    model = parallelize(made(cut, DOORS["an attribute"][0]), comm, PLAN)
-    said = told(lambda: [model(X) for _ in range(2)])
-    assert len(said) == (comm.rank == 0)
-    assert all("without a gradient" in one and "by up" in one for one in said)
+def test_a_stored_part_without_a_gradient_is_reported(comm: Any) -> None:
+    model = parallelize(build(cut, DOORS["an attribute"][0]), comm, PLAN)
+    messages = warnings_of(lambda: [model(X) for _ in range(2)])
+    assert len(messages) == (comm.rank == 0)
+    assert all("without a gradient" in one and "by up" in one for one in messages)
 
 
 @pytest.mark.parametrize("kind", VARIABLES)
-def test_what_variables_get(comm: Any, kind: str) -> None:
-    """Statistics of a part are each rank's own, and those of the whole are right."""
-    model = parallelize(made(mean, VARIABLES[kind]), comm, PLAN)
+def test_values_assigned_to_variables(comm: Any, kind: str) -> None:
+    """Statistics of a part differ among ranks, and those of the whole are correct."""
+    model = parallelize(build(mean, VARIABLES[kind]), comm, PLAN)
     if kind.startswith("a variable"):
-        said = told(lambda: [model(X) for _ in range(2)])
-        assert len(said) == (comm.rank == 0)
-        assert all("assigned" in one and "without a gradient" in one for one in said)
+        messages = warnings_of(lambda: [model(X) for _ in range(2)])
+        assert len(messages) == (comm.rank == 0)
+        assert all("assigned" in one and "without a gradient" in one for one in messages)
     else:
         with pytest.raises(UsageError, match=r"computed from this rank's shard alone.*test_tensor_kept\.py"):
             model(X)
-    model, plain = (made(whole, VARIABLES[kind]) for _ in range(2))
+    model, plain = (build(whole, VARIABLES[kind]) for _ in range(2))
     parallelize(model, comm, PLAN)
-    assert not told(lambda: [model(X), plain(X)])
+    assert not warnings_of(lambda: [model(X), plain(X)])
     for one, other in zip(model.non_trainable_variables, plain.non_trainable_variables, strict=True):
         near(one, other)
     near(model.running, plain.running)
 
 
 class Noting(L.Dropout):  # type: ignore[misc, name-defined]
-    """Keeps something of its own."""
+    """A layer that stores a value."""
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         self.aux = tf.reduce_mean(inputs)
         return super().call(inputs, training=training)
 
 
-def test_what_is_kept_within_a_layer_of_keras(comm: Any) -> None:
+def test_values_stored_within_a_keras_layer(comm: Any) -> None:
     def model_of(*behind_up: Any) -> Any:
         after = () if behind_up else (Noting(0.0, name="noting"),)
         return filled(sequential(L.Dense(8, name="up"), *behind_up, L.Dense(4, name="down"), *after, shape=(6,)))
 
     with pytest.raises(UsageError, match="kept within noting"):
         parallelize(model_of(Noting(0.0, name="noting")), comm, PLAN)
-    assert not told(lambda: parallelize(model_of(), comm, PLAN)(X))
+    assert not warnings_of(lambda: parallelize(model_of(), comm, PLAN)(X))
 
 
 class KeyCache(Holder):
@@ -262,26 +262,26 @@ class KeyCache(Holder):
 
 
 def test_a_cache_may_hold_a_part(comm: Any) -> None:
-    """It is for the rank's own heads at the next call."""
+    """The cache holds the rank's own heads for the next call."""
 
     def in_an_object(model: Any, value: Any) -> None:
         model.keys_cache.seen = value
 
     doors = (lambda model, value: setattr(model, "key_cache", value), in_an_object)
     for door in doors:
-        model = made(part, door)
+        model = build(part, door)
         model.keys_cache = KeyCache()
         parallelize(model, comm, PLAN)
-        assert not told(functools.partial(model, X))
+        assert not warnings_of(functools.partial(model, X))
 
 
-def test_it_may_stay_divided(comm: Any) -> None:
-    model = parallelize(made(mean, DOORS["an attribute"][0]), comm, PLAN, divided_output=True)
-    assert not told(lambda: model(X))
+def test_storing_a_part_can_be_allowed(comm: Any) -> None:
+    model = parallelize(build(mean, DOORS["an attribute"][0]), comm, PLAN, divided_output=True)
+    assert not warnings_of(lambda: model(X))
 
 
 class Busy(keras.Model):  # type: ignore[misc]
-    """Lets others hold tensors that are nobody's: masks, branches, loops, losses, and cycles of dead objects."""
+    """Leaves references to tensors in many places: masks, branches, loops, losses, and cycles of dead objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,14 +299,14 @@ class Busy(keras.Model):  # type: ignore[misc]
         def again(value: Any, depth: int) -> Any:
             return value if depth == 0 else again(value + hidden, depth - 1)
 
-        found = self.norm(self.down(first + second + again(hidden, 2)), training=training)
-        self.add_loss(tf.reduce_mean(found**2))
-        return self.drop(found, training=training)
+        result = self.norm(self.down(first + second + again(hidden, 2)), training=training)
+        self.add_loss(tf.reduce_mean(result**2))
+        return self.drop(result, training=training)
 
 
-def test_what_is_nobodys_is_not_told(comm: Any) -> None:
+def test_internal_references_are_not_reported(comm: Any) -> None:
     model, words = Busy(), tf.constant([[1, 2, 0], [3, 4, 5]])
     model(words)
     parallelize(filled(model), comm, PLAN)
-    said = told(lambda: [model(words), model(words, training=True)])
-    assert not [one for one in said if "kept" in one], said
+    messages = warnings_of(lambda: [model(words), model(words, training=True)])
+    assert not [one for one in messages if "kept" in one], messages

@@ -1,4 +1,4 @@
-"""Kinds of calls of a divided model of Keras: what tells them apart."""
+"""Kinds of calls of a divided Keras model: properties that distinguish them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commlib_tensorflow.tensor.plan_check import kind_of_call  # type: ignore[at
 from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 L = keras.layers
 PLAN: Any = {"up": Column(), "down": Row()}
@@ -28,7 +28,7 @@ X = values(3, 6)
 
 
 class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """Goes by a function of its hidden values, and of what else it is given."""
+    """A model that depends on a function of its hidden values, and on other arguments."""
 
     def __init__(self, goes: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
@@ -38,8 +38,8 @@ class Model(keras.Model):  # type: ignore[misc]  # Keras has no types
         return self.down(self.goes(self.up(ops.cast(x, "float64")), x if given is None else given))
 
 
-def made(comm: Any, goes: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
-    """Return a plain model, and a divided one."""
+def build_model(comm: Any, goes: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+    """Return a plain model and its divided copy."""
     plain, model = Model(goes, **options), Model(goes, **options)
     for one in (plain, model):
         one.up.build((None, 6))
@@ -104,10 +104,10 @@ TWO: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", TWO)
-def test_what_tells_a_kind(comm: Any, name: str) -> None:
-    """The second call passed, and was wrong."""
+def test_kinds_of_calls_are_distinguished(comm: Any, name: str) -> None:
+    """Regression: the second call silently gave a wrong result."""
     goes, right, wrong = TWO[name]
-    plain, model = made(comm, goes)
+    plain, model = build_model(comm, goes)
     for _ in range(2):
         near(model(X, given=right), plain(X, given=right))
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
@@ -123,8 +123,8 @@ def test_classes_of_tensors() -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_the_dtype_of_floats_where_nothing_casts_them(comm: Any) -> None:
-    plain, model = made(comm, by(lambda given: given.dtype == "float32"), autocast=False)
+def test_dtypes_are_distinguished_without_autocast(comm: Any) -> None:
+    plain, model = build_model(comm, by(lambda given: given.dtype == "float32"), autocast=False)
     near(model(tf.constant(X)), plain(tf.constant(X)))
     with pytest.raises(UsageError, match=r"[Ss]oftmax"):
         model(tf.constant(X, tf.float32))
@@ -136,19 +136,19 @@ class Node:
     children: list[Any] = field(default_factory=list)
 
 
-def test_an_argument_that_holds_itself(comm: Any) -> None:
-    """It was a RecursionError."""
+def test_a_cyclic_argument(comm: Any) -> None:
+    """Regression: it raised RecursionError."""
     root = Node()
     root.children.append(Node(root))
-    plain, model = made(comm, lambda h, given: ops.tanh(h))
+    plain, model = build_model(comm, lambda h, given: ops.tanh(h))
     near(model(X, given=root), plain(X, given=root))
 
 
 @pytest.mark.ranks(min=2)
-def test_what_comes_anew_with_each_call_is_one_kind(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_that_change_with_each_call_are_one_kind(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
     monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
-    _, model = made(comm, lambda h, given: ops.tanh(h))
+    _, model = build_model(comm, lambda h, given: ops.tanh(h))
     for step in range(10):
         model(X, given=UserDict(x=tf.ones((step + 1, 2)), step=step, texts=["a"] * step))
     assert len(looks) == 1

@@ -1,4 +1,4 @@
-"""Divided layers of Keras equal the plain ones: outputs, gradients of inputs and of weights."""
+"""Divided layers of Keras equal plain ones: outputs, and gradients of inputs and weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_dense_on_a_sequence(comm: Any, length: int) -> None:
     ],
 )
 def test_einsum(comm: Any, first: Any, second: Any) -> None:
-    """The divided dimension may be anywhere; a bias may be shared by what is divided."""
+    """Any dimension may be divided; ranks may share a bias."""
 
     def make() -> Any:
         up = L.EinsumDense(*first[:2], "tanh", bias_axes=first[2], name="up")
@@ -84,7 +84,7 @@ def test_einsum_on_a_sequence(comm: Any) -> None:
     same(make, {"up": Column(sequence=1), "down": Row(sequence=1)}, comm, values(2, 7, 6), sequence=1)
 
 
-def test_einsum_that_cannot_be_divided(comm: Any) -> None:
+def test_an_indivisible_einsum_is_refused(comm: Any) -> None:
     for style in (Column(), Row()):
         model = sequential(L.EinsumDense("abc,c->abc", (None, 6), name="e"), shape=(3, 6))
         with pytest.raises(UsageError, match="leave it unsharded"):
@@ -131,7 +131,7 @@ def test_embedding_of_features_that_stay_divided(comm: Any) -> None:
     same(make, {"e": Column(), "d": Row()}, comm, words(11, 2, 5))
 
 
-def test_words_that_are_none(comm: Any) -> None:
+def test_invalid_words_are_refused(comm: Any) -> None:
     model = sequential(L.Embedding(11, 6, name="e"), shape=(5,), dtype="int32")
     parallelize(model, comm, {"e": Vocabulary()})
     for wrong in (-1, 11):
@@ -160,7 +160,7 @@ def test_a_block_on_shards(comm: Any, norm: Any, length: int) -> None:
     same(make, plan, comm, values(2, length, 6), sequence=1)
 
 
-def test_what_sees_a_part_is_refused(comm: Any) -> None:
+def test_layers_that_see_a_part_are_refused(comm: Any) -> None:
     def refused(layer: Any, style: Any, match: str) -> None:
         with pytest.raises(UsageError, match=f"{match}|needs a full dimension"):
             parallelize(sequential(layer, shape=(4, 6)), comm, {layer.name: style}, divided_output=True)
@@ -182,8 +182,8 @@ def test_whole_layers_into_divided_ones(comm: Any) -> None:
     same(make, {"k": Replicate(), "up": Column(), "down": Row()}, comm, values(3, 5))
 
 
-def test_a_call_of_its_own(comm: Any) -> None:
-    """One put over that of its class went past what divides a layer: gradients of the input were a rank's part."""
+def test_a_patched_call(comm: Any) -> None:
+    """Regression: a patched call bypassed the division, and the input's gradient was a rank's part."""
 
     def patched(at: str) -> Any:
         model = sequential(keras.layers.Dense(8, name="up"), keras.layers.Dense(4, name="down"), shape=(6,))

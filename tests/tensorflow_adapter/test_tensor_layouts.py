@@ -1,4 +1,4 @@
-"""Plans in the style of Keras' LayoutMap: what layers give and take is whole, as Keras has it."""
+"""Plans in the style of Keras' LayoutMap: inputs and outputs of layers are whole, as in Keras."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def styles(model: Any) -> dict[str, Any]:
     return {layer.name: layer.style for layer in model.layers if hasattr(layer, "style")}
 
 
-def test_what_goes_straight_from_one_to_the_next_stays_divided(comm: Any) -> None:
+def test_values_between_adjacent_divided_layers_stay_divided(comm: Any) -> None:
     def make() -> Any:
         block = [L.Dense(7, "relu", name="up"), L.Activation("tanh"), L.Dropout(0.5, name="drop")]
         return sequential(*block, L.Dense(6, name="down"), L.Dense(4, name="head"), shape=(5,))
@@ -35,7 +35,7 @@ def test_what_goes_straight_from_one_to_the_next_stays_divided(comm: Any) -> Non
     assert styles(own) == expected
 
 
-def test_all_else_is_gathered_and_split(comm: Any) -> None:
+def test_other_values_are_gathered_and_split(comm: Any) -> None:
     def make() -> Any:
         given = keras.Input((5,))
         x = L.Dense(6, name="up")(given)
@@ -89,7 +89,7 @@ def test_a_model_without_a_graph(comm: Any) -> None:
     assert styles(same(make, plan, comm, words(11, 2, 5)))["up"] == Column(gather=True)
 
 
-def test_misuse(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     def refused(match: str, plan: Any) -> None:
         block = [L.Dense(7, name="up"), L.LayerNormalization(name="norm"), L.Dense(3, name="down")]
         with pytest.raises(UsageError, match=match):

@@ -1,4 +1,4 @@
-"""LoRA of divided layers of Keras, enabled before they are divided or after that: as in one process."""
+"""LoRA of divided Keras layers, enabled before or after the division, matches one process."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def enable(model: Any, plan: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.long) for kind in list(KINDS)[1:])])
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.long), "after"])
-def test_gradients_and_weights_are_those_of_one_process(comm: Any, kind: str, when: str) -> None:
-    """The factor that is whole got a part of its gradient, and the other one did not know that it is a part."""
+def test_gradients_and_weights_match_one_process(comm: Any, kind: str, when: str) -> None:
+    """Regression: the whole factor got a part of its gradient, and the other one was not marked as a part."""
     make, plan, x = KINDS[kind]
     whole = enable(make(), plan)
     own = enable(make(), plan) if when == "before" else make()
@@ -81,14 +81,14 @@ def test_gradients_and_weights_are_those_of_one_process(comm: Any, kind: str, wh
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_enable_another_one(comm: Any) -> None:
+def test_ranks_that_enable_different_lora_are_refused(comm: Any) -> None:
     model = parallelize(dense(), comm, PAIR)
     with pytest.raises(MismatchError, match="given LoRA"):
         model.get_layer("up").enable_lora(2 + comm.rank)
 
 
 class Tuned(keras.layers.Layer):  # type: ignore[misc]
-    """A layer and a product of two small ones beside it, as those who tune large models write them."""
+    """A layer and a product of two small ones, as users write LoRA."""
 
     def __init__(self, features: int, **options: Any) -> None:
         super().__init__(**options)
@@ -109,8 +109,8 @@ class Tuned(keras.layers.Layer):  # type: ignore[misc]
 
 
 @pytest.mark.long
-def test_auto_divides_ones_own_lora_as_its_layers(comm: Any) -> None:
-    """Its factors were divided by its rank beside whole layers: merging added a part's product to them in silence."""
+def test_auto_divides_user_defined_lora_as_its_layers(comm: Any) -> None:
+    """Regression: factors were divided by LoRA's rank next to whole layers, and merging added partial products."""
 
     def make() -> Any:
         return sequential(Tuned(8, name="up"), L.ReLU(), Tuned(6, name="down"), shape=(6,))

@@ -1,4 +1,4 @@
-"""Divided Keras models in `fit`: with replicas, clipping, accumulation and loss scales, as one process."""
+"""Divided Keras models in `fit` match one process, with replicas, clipping, accumulation and loss scales."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def data(batches: int = 4) -> tuple[Any, Any]:
 
 
 def whole_weights(model: Any) -> list[Any]:
-    """Return all weights as they are in one process. Collective."""
-    found = []
+    """Return all weights with whole shapes. Collective."""
+    results = []
     for weight in model.weights:
         shard = shard_of(weight)
-        found.append(weight.numpy() if shard is None else shard.whole(weight.numpy()))
-    return found
+        results.append(weight.numpy() if shard is None else shard.whole(weight.numpy()))
+    return results
 
 
 def fit(model: Any, x: Any, y: Any, rows: int = ROWS) -> list[float]:
@@ -71,7 +71,7 @@ _references: dict[str, Any] = {}
 
 
 def reference(comm: Any, options: Any) -> Any:
-    """Return the losses and weights of one process, which trains once for all tests. Collective."""
+    """Return the losses and weights of one process, trained once for all tests. Collective."""
 
     def trained() -> Any:
         plain = make()
@@ -86,7 +86,7 @@ def reference(comm: Any, options: Any) -> Any:
 
 OPTIONS: Any = [
     pytest.param({}, marks=pytest.mark.long),
-    pytest.param({"global_clipnorm": 0.05}, marks=pytest.mark.long),  # as replicas do
+    pytest.param({"global_clipnorm": 0.05}, marks=pytest.mark.long),  # also covered by replicas
     pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long),
     pytest.param({"clipvalue": 0.01}, marks=pytest.mark.long),
     {"gradient_accumulation_steps": 2},
@@ -103,7 +103,7 @@ def test_fit(comm: Any, float64: None, options: Any) -> None:
         close(got, expected)
 
 
-@pytest.mark.long  # with embeddings they are below, in the usual run too
+@pytest.mark.long  # tests with embeddings are below, in the usual run too
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
     "options", [{}, {"global_clipnorm": 0.05}, {"clipnorm": 0.02}], ids=["plain", "global", "each"]
@@ -124,8 +124,8 @@ def test_replicas(comm: Any, float64: None, options: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_tapes_know_ranks_by_marks(comm: Any, float64: None) -> None:
-    """A tape refused divided variables that no process set was given for, where the optimizer asks their marks."""
+def test_tapes_identify_ranks_by_marks(comm: Any, float64: None) -> None:
+    """Regression: a tape refused divided variables without a process set, where the optimizer uses their marks."""
     if comm.size % 2:
         pytest.skip("two ranks divide the model")
     mesh = Mesh(dp=-1, tp=2)
@@ -139,18 +139,18 @@ def test_tapes_know_ranks_by_marks(comm: Any, float64: None) -> None:
 
     expected = gradients(make(), tf.GradientTape(), x, y)
     own = [part.reshape(replicas, -1, WIDTH)[mesh.coordinate("dp")] for part in (x, y)]
-    for _ in range(2):  # a tape is made anew in every step
-        found = gradients(divided, DistributedGradientTape(tf.GradientTape()), *own)
-    for variable, got, wanted in zip(divided.trainable_variables, found, expected, strict=True):
+    for _ in range(2):  # each step creates a tape
+        result = gradients(divided, DistributedGradientTape(tf.GradientTape()), *own)
+    for variable, got, wanted in zip(divided.trainable_variables, result, expected, strict=True):
         shard = shard_of(variable)
         close(got.numpy(), wanted.numpy() if shard is None else shard.own(wanted.numpy()))
-    mean = gradients(make(), DistributedGradientTape(tf.GradientTape()), x, y)  # of what is whole, over all ranks
+    mean = gradients(make(), DistributedGradientTape(tf.GradientTape()), x, y)  # averages whole weights over ranks
     for got, wanted in zip(mean, expected, strict=True):
         close(got.numpy(), wanted.numpy())
 
 
 def make_with_words() -> Any:
-    """A divided embedding and a whole one, whose gradients are rows, and dense layers."""
+    """A divided and a whole embedding, whose gradients are rows, and dense layers."""
     keras.utils.set_random_seed(0)
     given = keras.Input((5,), dtype="int32")
     x = keras.layers.Embedding(7, WIDTH, name="words")(given) + keras.layers.Embedding(7, WIDTH, name="kinds")(given)
@@ -168,7 +168,7 @@ def make_with_words() -> Any:
     ids=["global", "each"],
 )
 def test_replicas_with_embeddings(comm: Any, float64: None, style: Any, options: Any) -> None:
-    """Words come again and again: Keras squares each of their rows, in norms and in Adam's moments."""
+    """Words repeat: Keras squares each of their rows, in norms and in Adam's moments."""
     if comm.size % 2:
         pytest.skip("two ranks divide the model")
     mesh = Mesh(dp=-1, tp=2)
@@ -195,7 +195,7 @@ def test_replicas_with_embeddings(comm: Any, float64: None, style: Any, options:
 
 @pytest.mark.ranks(min=2)
 def test_scaled_losses_and_rows(comm: Any) -> None:
-    """Rows with an infinity on the one rank that has the word: all skip the step. Later ones are clipped."""
+    """If rows have an infinity on the one rank that has the word, all skip the step. Later rows are clipped."""
     plain, divided = make_with_words(), parallelize(make_with_words(), comm, {**PLAN, "words": Vocabulary()})
     x = np.random.default_rng(1).integers(7, size=(ROWS, 5))
     for model in (plain, divided):
@@ -216,8 +216,8 @@ def test_scaled_losses_and_rows(comm: Any) -> None:
         np.testing.assert_allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)  # float32
 
 
-def test_float16_from_end_to_end(comm: Any, mixed_float16: None) -> None:
-    """Keras scales the loss by itself: losses, steps and scales are those of one process, but for rounding."""
+def test_float16_training(comm: Any, mixed_float16: None) -> None:
+    """Keras scales the loss itself: losses, steps and scales match one process, except for rounding."""
     x = np.random.default_rng(1).integers(7, size=(4 * ROWS, 5))
     y = np.random.default_rng(2).standard_normal((4 * ROWS, 5, 3))
 
@@ -229,15 +229,15 @@ def test_float16_from_end_to_end(comm: Any, mixed_float16: None) -> None:
     losses, scale, steps = alone(comm, lambda: trained(make_with_words()))
     divided = parallelize(make_with_words(), comm, {**PLAN, "words": Vocabulary()})
     assert divided(x[:1]).dtype == "float16" and {weight.dtype for weight in divided.weights} == {"float32"}
-    found = trained(divided)
-    assert found[0] == pytest.approx(losses, rel=3e-3)  # float16 has 11 bits: three roundings
-    assert found[0][-1] < 0.98 * found[0][0]
-    assert set(comm.all_gather_object(found[1:])) == {(scale, steps)}
+    result = trained(divided)
+    assert result[0] == pytest.approx(losses, rel=3e-3)  # float16 has 11 bits: three roundings
+    assert result[0][-1] < 0.98 * result[0][0]
+    assert set(comm.all_gather_object(result[1:])) == {(scale, steps)}
 
 
 @pytest.mark.ranks(min=2)
 def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
-    """An overflow in the part of one rank alone: all skip the step and halve the scale."""
+    """On an overflow in one rank's part, all skip the step and halve the scale."""
     divided = parallelize(make(), comm, PLAN)
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
     scaled.build(divided.trainable_variables)
@@ -255,19 +255,19 @@ def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any) -> None:
+def test_optimizers_that_need_whole_weights_are_refused(comm: Any) -> None:
     divided = parallelize(make(), comm, PLAN)
     divided.compile(keras.optimizers.Adafactor(0.01), "mse", run_eagerly=True)
     with pytest.raises(UsageError, match=r"Adafactor needs full weights, but up0/kernel is sharded among ranks"):
         divided.fit(*data(1), verbose=0)
-    plain = make()  # those of others do as before
+    plain = make()  # other optimizers work as before
     plain.compile(keras.optimizers.Adafactor(0.01), "mse", run_eagerly=True)
     plain.fit(*data(1), verbose=0)
 
 
 @pytest.mark.any_ranks
-def test_plans_of_what_a_pipeline_cuts(comm: Any) -> None:
-    """A pipeline calls a model's parts, so the check at the first call of the model around them never came."""
+def test_plans_of_pipelined_models_are_checked(comm: Any) -> None:
+    """Regression: a pipeline calls parts of the model, so that the check of its first call never ran."""
 
     class Around(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -292,8 +292,8 @@ def test_plans_of_what_a_pipeline_cuts(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(("mode", "sequence"), [("full", None), ("activations", None), ("recompute_grad", 1)])
-def test_layers_that_are_computed_again(comm: Any, float64: None, mode: str, sequence: int | None) -> None:
-    """Their moves run again in backward. Keras' own "full" is for eager training alone: a plan must be checked too."""
+def test_recomputed_layers(comm: Any, float64: None, mode: str, sequence: int | None) -> None:
+    """Their moves run again in backward. Keras' own "full" is only for eager training: plans must be checked, too."""
 
     def build(scope: Any) -> Any:
         keras.utils.set_random_seed(0)
@@ -335,13 +335,13 @@ def keepers(folder: str) -> list[Any]:
 
 
 @pytest.mark.ranks(min=4)
-def test_callbacks_of_replicas_that_write_one_file(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Rank 0 of each replica wrote it: one found it locked, left fit, and the others waited for ever."""
+def test_callbacks_of_replicas_may_write_one_file(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Regression: rank 0 of each replica wrote it; one found it locked and left fit, and the others waited for ever."""
     mesh = Mesh(dp=comm.size // 2, tp=2)
     folder = comm.broadcast_object(str(tmp_path_factory.mktemp("kept")))
     x, y = (np.random.default_rng(seed).normal(size=(8, 6)).astype(np.float32) for seed in (1, 2))
 
-    def made() -> Any:
+    def build() -> Any:
         keras.utils.set_random_seed(1)
         given = keras.Input((6,))
         hidden = keras.layers.Dense(8, "relu", name="up")(given)
@@ -350,14 +350,14 @@ def test_callbacks_of_replicas_that_write_one_file(comm: Any, tmp_path_factory: 
         model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1), mesh=mesh), "mse")
         return model
 
-    model = made()
+    model = build()
     model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=keepers(folder))
     whole = gather_model(model)
     comm.barrier()
-    again = made()
+    again = build()
     again.load_weights(folder + "/kept2.weights.h5")
     for one, other in zip(gather_model(again).get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(UsageError, match="in several replicas of a sharded model"):
-        made().fit(x, y, verbose=0, callbacks=keepers(folder)[mesh["dp"].rank and 1 :])
+        build().fit(x, y, verbose=0, callbacks=keepers(folder)[mesh["dp"].rank and 1 :])
     assert comm.all_gather_object(1) == [1] * comm.size

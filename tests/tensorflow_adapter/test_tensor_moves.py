@@ -1,4 +1,4 @@
-"""Moves of tensors, with an oracle in numpy: forwards, gradients, and gradients of gradients."""
+"""Moves of tensors compared with numpy: forwards, gradients, and second gradients."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def even(comm: Any, length: int) -> list[slice]:
 
 
 def of_ranks(comm: Any, *shape: int, seed: int) -> list[Any]:
-    """What each rank has: other numbers on each."""
+    """Return the tensors of all ranks, which differ."""
     return [values(*shape, seed=100 * seed + rank) for rank in range(comm.size)]
 
 
 def check(comm: Any, move: Any, inputs: list[Any], outputs: list[Any], backward: Any, how: str) -> None:
-    """Compare a move, its gradient, and the gradient of that, with what they are for each rank."""
+    """Compare a move, its gradient and its second gradient with the expected values of each rank."""
     cotangents = [values(*out.shape, seed=50 + rank) for rank, out in enumerate(outputs)]
     expected = backward(cotangents)
     x, wanted = tf.constant(inputs[comm.rank]), tf.constant(cotangents[comm.rank])
@@ -128,7 +128,7 @@ def test_all_to_all(comm: Any, divide: int, join: int, how: str) -> None:
     check(comm, lambda x: all_to_all(x, comm, divide, join), inputs, outputs, backward, how)
 
 
-def test_nothing_is_known_of_a_shape(comm: Any) -> None:
+def test_unknown_shapes(comm: Any) -> None:
     several = of_ranks(comm, 3, 4, seed=3)
     check(comm, lambda x: reduce(x, comm), several, [sum(several)] * comm.size, lambda out: out, "unknown")
     parts = np.array_split(sum(several), comm.size, 1)
@@ -148,7 +148,7 @@ def test_nothing_is_known_of_a_shape(comm: Any) -> None:
     )
 
 
-def test_shapes_are_known_as_far_as_they_can_be(comm: Any) -> None:
+def test_known_dimensions_are_propagated(comm: Any) -> None:
     @tf.function
     def shapes(x: Any) -> Any:
         assert scatter(x, comm, 0).shape[1:] == [6]
@@ -169,7 +169,7 @@ def test_dtypes(comm: Any, dtype: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_misuse(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     x = tf.constant(values(3, 4))
     for move in (scatter, gather, reduce_scatter):
         with pytest.raises(UsageError, match="no dimension 2"):
@@ -181,6 +181,6 @@ def test_misuse(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_graphs_without_an_order_are_refused(comm: Any) -> None:
+def test_graphs_without_control_dependencies_are_refused(comm: Any) -> None:
     with tf.Graph().as_default(), pytest.raises(UsageError, match="nothing orders the nodes"):
         reduce(tf.constant(1.0), comm)

@@ -1,4 +1,4 @@
-"""What is divided knows it wherever it goes: parts of weights were taken for whole ones, and averaged in silence."""
+"""Marks of divided weights survive copies; without them, parts were taken for whole weights and averaged."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_ranks_with_other_parts_are_never_averaged(comm: Any, call: str) -> None:
-    """Without mesh= parts of different ranks were averaged; broadcast made all of them rank 0's."""
+def test_different_parts_are_never_averaged(comm: Any, call: str) -> None:
+    """Regression: without mesh= different ranks' parts were averaged; broadcast replaced them by rank 0's."""
     model = model_on(comm)
     if comm.size > 1:
         with pytest.raises(UsageError, match=r"but ranks \[\d.*have other shards.*mesh"):
             CALLS[call](model)
 
 
-def test_ranks_with_the_same_part_are(comm: Any) -> None:
+def test_equal_parts_are_averaged(comm: Any) -> None:
     mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
     fit(model_on(mesh["tp"]), distributed(mesh=mesh))
     mesh.close()
@@ -78,7 +78,7 @@ def make(seed: int = 0) -> Any:
 
 
 def step(model: Any, optimizer: Any, rows: Any = tuple(range(8)), clip: Any = None) -> None:
-    """Train for a step of one's own."""
+    """Train for one user-defined step."""
     x, y = X[list(rows)], Y[list(rows)]
     with tf.GradientTape() as recorded:
         loss = tf.reduce_mean((model(x) - y) ** 2)
@@ -94,8 +94,8 @@ def close(model: Any, plain: Any) -> None:
 
 
 @pytest.mark.parametrize("way", [pytest.param("fit", marks=pytest.mark.long), "own"])
-def test_marks_know_their_mesh(comm: Any, way: str) -> None:
-    """Without mesh= it was an error, though what is divided knows which ranks have the same part."""
+def test_marks_identify_their_mesh(comm: Any, way: str) -> None:
+    """Regression: it was an error without mesh=, although marks identify the ranks with the same part."""
     mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
     place, replicas = mesh.coordinate("dp"), mesh["dp"].size
     if 4 % replicas:
@@ -115,7 +115,7 @@ def test_marks_know_their_mesh(comm: Any, way: str) -> None:
     mesh.close()
 
 
-def test_a_mesh_of_parts_alone_reduces_nothing(comm: Any) -> None:
+def test_a_mesh_without_replicas_reduces_nothing(comm: Any) -> None:
     mesh = Mesh(tp=-1)
     plain, model = make(), parallelize(make(comm.rank), mesh["tp"], PLAN)
     ct.broadcast_variables(model.variables, comm.size - 1)
@@ -126,8 +126,8 @@ def test_a_mesh_of_parts_alone_reduces_nothing(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_ranks_that_would_part_are_told(comm: Any, traced: bool) -> None:
-    """TensorFlow's own clipping has the norm of this rank's parts: whole weights became others on each rank."""
+def test_diverging_ranks_are_reported(comm: Any, traced: bool) -> None:
+    """TensorFlow's own clipping uses the norm of this rank's parts: whole weights differed among ranks."""
     model, optimizer = parallelize(make(), comm, PLAN), keras.optimizers.SGD(0.01)
     calls = [lambda clip=clip: step(model, optimizer, clip=clip) for clip in (None, tf.clip_by_global_norm)]
     train, clipped = (tf.function(call) for call in calls) if traced else calls
@@ -144,8 +144,8 @@ def test_ranks_that_would_part_are_told(comm: Any, traced: bool) -> None:
 
 
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_an_optimizer_of_an_own_loop_is_divided(comm: Any, traced: bool) -> None:
-    """One that a model was compiled with was divided, any other knew no variable any more."""
+def test_an_optimizer_in_a_user_loop_is_divided(comm: Any, traced: bool) -> None:
+    """Regression: only the optimizer of compile was divided, and any other lost its variables."""
     plain, model = make(), make()
     optimizers = [keras.optimizers.Adam(0.01) for _ in range(2)]
     for one, optimizer in zip((plain, model), optimizers, strict=True):
@@ -159,7 +159,7 @@ def test_an_optimizer_of_an_own_loop_is_divided(comm: Any, traced: bool) -> None
 
 
 class Own(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """Needs all features between two layers if it is wrong."""
+    """A model that uses all features between two layers if `wrong`."""
 
     def __init__(self, wrong: bool) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ class Own(keras.Model):  # type: ignore[misc]  # Keras has no types
         return self.down(tf.nn.softmax(h) if self.wrong else tf.nn.relu(h))
 
 
-def test_a_call_around_the_model_is_told(comm: Any) -> None:
-    """It was not checked, and nobody said so; and a model that was refused once was taken the next time."""
+def test_a_call_that_bypasses_the_model_is_reported(comm: Any) -> None:
+    """Regression: it was silently not checked, and a model that was refused once was accepted later."""
     for wrong in (False, True):
         model = Own(wrong)
         model(X)
@@ -183,9 +183,9 @@ def test_a_call_around_the_model_is_told(comm: Any) -> None:
             warnings.simplefilter("always")
             model.encode(tf.constant(X))
             model.encode(tf.constant(X))
-        said = [str(one.message) for one in caught if "not checked" in str(one.message)]
-        assert len(said) == (comm.rank == 0), said
-        assert not said or "of Own is not checked: up is called before the model itself" in said[0]
+        messages = [str(one.message) for one in caught if "not checked" in str(one.message)]
+        assert len(messages) == (comm.rank == 0), messages
+        assert not messages or "of Own is not checked: up is called before the model itself" in messages[0]
         for _ in range(2):
             if wrong:
                 with pytest.raises(UsageError, match="oftmax"):
@@ -195,17 +195,17 @@ def test_a_call_around_the_model_is_told(comm: Any) -> None:
 
 
 def test_quantisation_of_a_divided_layer_is_refused(comm: Any) -> None:
-    """Without Keras' own check it was done, with the scales of this rank's part."""
+    """Without Keras' own check, the scales would be those of this rank's part."""
     for layer in model_on(comm).layers:
         with pytest.raises(UsageError, match=r"quantise gather_model\(model\)"):
             layer.quantize("int8", type_check=False)
 
 
-def test_a_configuration_is_that_of_the_whole(comm: Any) -> None:
+def test_a_configuration_describes_the_whole(comm: Any) -> None:
     model = model_on(comm)
-    for made in (keras.models.clone_model(model), type(model).from_config(model.get_config())):
-        assert [tuple(variable.shape) for variable in made.variables] == [(6, 8), (8,), (8, 6), (6,)]
-        assert type(made.layers[0]) is keras.layers.Dense
+    for built in (keras.models.clone_model(model), type(model).from_config(model.get_config())):
+        assert [tuple(variable.shape) for variable in built.variables] == [(6, 8), (8,), (8, 6), (6,)]
+        assert type(built.layers[0]) is keras.layers.Dense
     if comm.size > 1:
         with pytest.raises(UsageError, match="save gather_model"):
             copy.deepcopy(model)

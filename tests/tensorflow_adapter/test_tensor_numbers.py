@@ -1,4 +1,4 @@
-"""Heads that layers of Keras ask for by numbers of their own: divided with the weights, and whole in configurations."""
+"""Numbers of heads stored in Keras layers: they are divided with the weights, and whole in configurations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH, HEADS, TOKENS = 24, 4, 6
 
 @keras.saving.register_keras_serializable("numbers")
 class Attention(keras.layers.Layer):  # type: ignore[misc]
-    """As users write it: heads, and features of a head, are numbers. way: how they are asked for."""
+    """Attention as users write it, with numbers of heads and features. way: how they are used."""
 
     def __init__(self, heads: int = HEADS, size: int = WIDTH // HEADS, way: str = "rows", **options: Any) -> None:
         super().__init__(**options)
@@ -56,7 +56,7 @@ class Attention(keras.layers.Layer):  # type: ignore[misc]
 
 
 def layered(x: Any) -> Any:
-    """The same of layers that reshape."""
+    """The same attention, made of layers that reshape."""
     shape = (TOKENS, HEADS, WIDTH // HEADS)
     q, k, v = (L.Reshape(shape)(L.Dense(WIDTH, use_bias=name != "k", name=f"{name}1")(x)) for name in "qkv")
     weights = L.Softmax()(ops.einsum("bqhd,bkhd->bhqk", q, k))
@@ -75,7 +75,7 @@ def model(*ways: str) -> Any:
     "ways", [("rows", "layers"), pytest.param(("any", "tensorflow", "tuple"), marks=pytest.mark.long)]
 )
 def test_auto_divides_heads_that_are_numbers(comm: Any, ways: tuple[str, ...]) -> None:
-    """Reshapes to a fixed number of heads left all of attention whole."""
+    """Regression: reshapes to a fixed number of heads left all of attention whole."""
     whole, own = model(*ways), model(*ways)
     configuration = own.get_config()
     parallelize(own, comm, "auto", report=lambda table: None)
@@ -87,14 +87,14 @@ def test_auto_divides_heads_that_are_numbers(comm: Any, ways: tuple[str, ...]) -
     near(got[0][0], expected[0][0], 1e-10)
     for variable, one, other in zip(own.trainable_variables, got[2], expected[2], strict=True):
         near_shard(one, other, variable, 1e-10)
-    assert own.get_config() == configuration  # of the whole, so that a whole one can be made of it
+    assert own.get_config() == configuration  # of the whole, so that a whole layer can be created from it
     near(gather_model(own)(x[0]), expected[0][0], 1e-10)
     assert tuple(own(keras.Input((TOKENS, WIDTH))).shape) == (None, TOKENS, WIDTH)
 
 
 @pytest.mark.ranks(min=2, max=2)
-def test_numbers_of_a_plan(comm: Any) -> None:
-    """A plan of one's own was refused where the model says a number, and can give that to a rank now."""
+def test_numbers_in_a_user_plan(comm: Any) -> None:
+    """Regression: it was refused because of a number in the model, which a rank can adapt now."""
     layers = {**{f"rows/{name}": Column(units=HEADS) for name in "qkv"}, "rows/o": Row(units=HEADS)}
     with pytest.raises(UsageError, match=r"such as heads, give the constant PerRank\(\) in the plan"):
         parallelize(model("rows"), comm, layers)
@@ -104,7 +104,7 @@ def test_numbers_of_a_plan(comm: Any) -> None:
 
 
 class Alone(keras.Model):  # type: ignore[misc]
-    """A model whose own number it is."""
+    """A model that stores the number itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,9 +119,9 @@ class Alone(keras.Model):  # type: ignore[misc]
 @pytest.mark.ranks(min=2, max=2)
 def test_a_number_of_the_model_itself(comm: Any) -> None:
     def make() -> Any:
-        made = Alone()
-        made(values(2, TOKENS, WIDTH))
-        return filled(made)
+        built = Alone()
+        built(values(2, TOKENS, WIDTH))
+        return filled(built)
 
     own = same(make, {"up": Column(), "down": Row(), "heads": PerRank()}, comm, values(2, TOKENS, WIDTH))
     assert own.heads == HEADS // 2

@@ -1,4 +1,4 @@
-"""Every pair of axes in a mesh of 2 x 2 trains a transformer of Keras as one process does, in float64."""
+"""Pairs of axes in a mesh of 2 x 2 train a Keras transformer as one process does, in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from commlib_tensorflow import (
 )
 from tests.inputs.keras_pipelines import in_float64
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 WORDS, WIDTH, SIZE, HEADS, TOKENS, ROWS, STEPS = 13, 8, 3, 3, 7, 4, 3  # odd heads, words and tokens
 
@@ -33,7 +33,7 @@ L = keras.layers
 
 
 class Attend(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Causal attention of as many heads as are here; over a divided sequence, if there is an axis."""
+    """Causal attention over the local heads, and over a divided sequence if there is an axis."""
 
     def __init__(self, axis: Any, **options: Any) -> None:
         super().__init__(**options)
@@ -81,9 +81,9 @@ def optimizer_of() -> Any:
 
 
 def alone(*, adds_rows: bool) -> tuple[list[float], list[Any]]:
-    """Train in one process. adds_rows: rows of an embedding's gradient that are of one word are added up first.
+    """Train in one process. adds_rows: gradient rows of an embedding for the same word are summed first.
 
-    Keras does not: it squares each of them, in norms and moments. Stages add up microbatches, and so rows.
+    Keras squares each row separately, in norms and moments. Stages sum microbatches, and so rows.
     """
     model, optimizer, losses = make(TOKENS), optimizer_of(), []
     for step in range(STEPS):
@@ -99,7 +99,7 @@ def alone(*, adds_rows: bool) -> tuple[list[float], list[Any]]:
     return losses, model.get_weights()
 
 
-# In the usual run all pairs are PyTorch's, and here "dp tp" is of a smaller model in test_tensor_mesh.py, "pp tp" in
+# In the usual run PyTorch covers all pairs; smaller models cover "dp tp" in test_tensor_mesh.py, "pp tp" in
 # test_tensor_state.py, and "pp dp" in test_pipeline_replicas.py.
 @pytest.mark.long
 @pytest.mark.parametrize("axes", ["cp tp", "pp cp", "dp tp", "pp tp", "pp dp", "dp cp"])
@@ -122,10 +122,10 @@ def test_pairs(comm: Any, axes: str) -> None:
     for step, loss_alone in enumerate(losses):
         x, y = (np.asarray(context.shard_sequence(np.split(part, dp.size)[dp.rank], cp)) for part in batch(step))
         history = model.fit((x, np.broadcast_to(places, x.shape)), y, batch_size=ROWS, shuffle=False, verbose=0).history
-        # Sums are taken in another order: some ulps, which the first steps of Adam make more of.
+        # Sums are in another order: some ulps, which the first steps of Adam amplify.
         mean = sum(dp.all_gather_object(history["loss"][0])) / dp.size
         assert mean == pytest.approx(loss_alone, rel=1e-11)
-    found = model.gather_weights() if staged else gather_weights(model)
-    for got, expected in zip(found, weights, strict=True):
+    result = model.gather_weights() if staged else gather_weights(model)
+    for got, expected in zip(result, weights, strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-10)  # Adam divides by small roots
     mesh.close()

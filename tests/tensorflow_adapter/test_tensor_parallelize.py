@@ -103,7 +103,7 @@ def test_ways_to_run(comm: Any, options: Any) -> None:
 
 
 def test_compiled_and_run_before(comm: Any) -> None:
-    """What was traced of the plain model is forgotten."""
+    """Traces of the plain model are discarded."""
     whole, own = plain(), plain()
     for model in (whole, own):
         model.compile(optimizer="adam", loss="mse")
@@ -143,7 +143,7 @@ def test_a_codec(comm: Any) -> None:
         assert np.any(np.asarray(own(x)) != np.asarray(expected))
 
 
-def test_a_whole_layer_whose_output_goes_into_divided_ones(comm: Any) -> None:
+def test_a_whole_layer_into_divided_ones(comm: Any) -> None:
     """Each rank uses a whole bias for its own units: its gradient is the sum."""
 
     class Shifted(keras.Model):  # type: ignore[misc]
@@ -163,7 +163,7 @@ def test_a_whole_layer_whose_output_goes_into_divided_ones(comm: Any) -> None:
 
 
 class OneHead(keras.layers.Layer):  # type: ignore[misc]
-    """Attention whose heads of queries have one of keys and values, which is repeated for them, or `count` times."""
+    """Attention with one head of keys and values, repeated for the heads of queries, or `count` times."""
 
     def __init__(self, how: str, count: int = 0) -> None:
         super().__init__()
@@ -178,8 +178,8 @@ class OneHead(keras.layers.Layer):  # type: ignore[misc]
             k = keras.ops.tile(k, (1, 1, count, 1))
         else:
             k = keras.ops.broadcast_to(k, (*k.shape[:2], count, 3))
-        found = keras.ops.einsum("bhqk,bkhd->bqhd", keras.ops.softmax(keras.ops.einsum("bqhd,bkhd->bhqk", q, k)), k)
-        return keras.ops.reshape(found, (*keras.ops.shape(found)[:2], -1))
+        result = keras.ops.einsum("bhqk,bkhd->bqhd", keras.ops.softmax(keras.ops.einsum("bqhd,bkhd->bhqk", q, k)), k)
+        return keras.ops.reshape(result, (*keras.ops.shape(result)[:2], -1))
 
     def compute_output_shape(self, q_shape: Any, k_shape: Any) -> Any:
         return q_shape
@@ -196,20 +196,20 @@ LONG = [pytest.param(how, marks=pytest.mark.long) for how in ("tile", "broadcast
 
 
 @pytest.mark.parametrize("how", ["repeat", *LONG])
-def test_one_head_that_is_repeated(comm: Any, how: str) -> None:
-    """It was refused: by its length, what was repeated had all of the dimension."""
+def test_one_repeated_head(comm: Any, how: str) -> None:
+    """Regression: it was refused, because the repeated head had the length of the whole dimension."""
     same(lambda: with_one_head(how), ONE_HEAD, comm, values(2, 5, 4))
 
 
 @pytest.mark.ranks(min=2, max=4)
-def test_one_head_that_is_repeated_for_all(comm: Any) -> None:
-    """A number that is no rank's own does not fit."""
+def test_one_head_repeated_by_the_whole_number(comm: Any) -> None:
+    """A number that belongs to the whole does not fit a rank."""
     with pytest.raises(UsageError, match="one_head"):
         parallelize(with_one_head("repeat", 4), comm, ONE_HEAD)
 
 
-def test_layers_made_divided(comm: Any) -> None:
-    """They take rank 0's values; the shapes that Keras infers are those of the whole."""
+def test_layers_constructed_divided(comm: Any) -> None:
+    """They have rank 0's values; shapes inferred by Keras are those of the whole."""
     keras.utils.set_random_seed(comm.rank)
     given = keras.Input((5,))
     up = ColumnDense(7, comm, activation="relu", name="up")
@@ -223,14 +223,14 @@ def test_layers_made_divided(comm: Any) -> None:
     assert sum(comm.all_gather_object(layer.kernel.shape[0])) == 7
 
 
-def test_layers_that_are_built_while_a_function_is_traced(comm: Any) -> None:
+def test_layers_built_while_a_function_is_traced(comm: Any) -> None:
     layer = ColumnDense(7, comm)
     with pytest.raises(UsageError, match="call the model once"):
         tf.function(layer, autograph=False)(values(4, 5))
 
 
 def test_names_that_differ_between_ranks(comm: Any) -> None:
-    """Keras counts what a process has made before: dense_3 here may be dense_4 there."""
+    """Keras counts the layers of a process: dense_3 here may be dense_4 there."""
     for _ in range(comm.rank):
         L.Dense(1)
     model = sequential(L.Dense(7), L.Dense(5), shape=(5,))
@@ -238,7 +238,7 @@ def test_names_that_differ_between_ranks(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_with_other_plans_or_models(comm: Any) -> None:
+def test_ranks_with_different_plans_or_models_are_refused(comm: Any) -> None:
     plan = PLAN if comm.rank else {"up": Column(gather=True)}
     with pytest.raises(MismatchError, match="parallelize"):
         parallelize(plain(), comm, plan)
@@ -247,7 +247,7 @@ def test_ranks_with_other_plans_or_models(comm: Any) -> None:
         parallelize(model, comm, {"up": Column(gather=True)})
 
 
-def test_misuse(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     def refused(model: Any, match: str, plan: Any = None) -> None:
         with pytest.raises(UsageError, match=match):
             parallelize(model, comm, plan or PLAN)
@@ -271,7 +271,7 @@ def test_misuse(comm: Any) -> None:
 
 
 class Steps(keras.Model):  # type: ignore[misc]
-    """A divided block that is called in one of TensorFlow's and Keras' ways."""
+    """A divided block that is called by constructs of TensorFlow and Keras."""
 
     def __init__(self, way: Any) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ STEPS = {
 
 @pytest.mark.parametrize("way", ["map", *(pytest.param(way, marks=pytest.mark.long) for way in list(STEPS)[1:])])
 def test_loops_branches_and_functions(comm: Any, way: str) -> None:
-    """What a loop, a branch or a function within one sends ran before or after what stands beside it."""
+    """Regression: communication in a loop, a branch or a nested function was not ordered with its surroundings."""
 
     def make() -> Any:
         model = Steps(STEPS[way])
@@ -309,7 +309,7 @@ def test_loops_branches_and_functions(comm: Any, way: str) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_a_vectorized_map_is_refused(comm: Any) -> None:
-    """There TensorFlow drops gradients of what it does not know; TimeDistributed uses it for steps of any number."""
+    """TensorFlow drops gradients of unknown operations there; TimeDistributed uses it for unknown numbers of steps."""
     block = keras.Sequential([keras.Input((5,)), L.Dense(7, name="up"), L.Dense(5, name="down")], name="block")
     model = keras.Sequential([keras.Input((None, 5)), L.TimeDistributed(block, name="steps")])
     parallelize(model, comm, {"steps/block/up": Column(), "steps/block/down": Row()})
@@ -321,7 +321,7 @@ def test_a_vectorized_map_is_refused(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_operations_by_name_and_experts_in_a_vectorized_map_are_refused(comm: Any) -> None:
-    """Their gradients vanished there in silence, as those of moves had."""
+    """Regression: their gradients silently vanished there, like those of moves."""
     mixture = MoE(Experts(comm.size, top_k=1, hidden=4), comm, name="mixture")
     mixture(values(2, 3, 5))
     given = tf.constant(values(2, 3, 5))
@@ -355,8 +355,8 @@ def test_time_distributed(comm: Any) -> None:
     ],
     ids=lambda layer: type(layer).__name__,
 )
-def test_layers_that_take_all_channels(comm: Any, between: Any) -> None:
-    """The model was divided by then, and failed in Keras' words."""
+def test_layers_that_use_all_channels_are_refused(comm: Any, between: Any) -> None:
+    """Regression: the model was divided first, and then failed with a Keras error."""
     model = sequential(L.Conv1D(8, 2, name="up"), between, L.Conv1D(3, 1, name="down"), shape=(5, 4))
     with pytest.raises(UsageError, match=r"plan: mix .*takes all features.*sharded along dimension 2 \(by up\)"):
         parallelize(model, comm, PLAN)
@@ -364,7 +364,7 @@ def test_layers_that_take_all_channels(comm: Any, between: Any) -> None:
 
 
 def test_a_layer_that_counts(comm: Any) -> None:
-    """The number of rows that a Normalization has seen is a variable without dimensions, which was read-only."""
+    """Regression: Normalization's count of rows is a scalar variable, which was read-only."""
     first = L.Normalization()
     first.adapt(values(10, 5))
     model = sequential(first, L.Dense(7, name="up"), L.Dense(3, name="down"), shape=(5,))
@@ -381,7 +381,7 @@ def test_models_of_keras_2(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_an_input_that_is_not_divided(comm: Any) -> None:
+def test_an_undivided_input_is_refused(comm: Any) -> None:
     model = plain()
     with pytest.raises(UsageError, match=r"its input is unsharded: give it split=True"):
         parallelize(model, comm, {"down": Row()})

@@ -1,4 +1,4 @@
-"""Plans of Keras models: wrong ones are refused, right ones accepted, and verify names the layer that differs."""
+"""Plans of Keras models: invalid ones are refused, valid ones accepted, and verify names the layer that differs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tp(comm):
 
 
 class Attention(layers.Layer):  # type: ignore[misc]  # Keras has no types
-    """Heads in the ways in which models cut them."""
+    """Heads, split in the ways that models use."""
 
     def __init__(self, way: str, **options: Any) -> None:
         super().__init__(**options)
@@ -118,7 +118,7 @@ def rows():
 
 
 def same_training(tp, plain, divided, x, y):
-    """Train both in fit; the losses are equal."""
+    """Train both in fit, and check that losses are equal."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if x.dtype == np.int32 else "mse"
 
     def trained(model):
@@ -145,9 +145,9 @@ class TestPlans:
         ],
     )
     def test_auto(self, tp, options):
-        model, plain, said = language_model(**options), language_model(**options), list[str]()
-        divided = parallelize(model, tp, "auto", verify=words(), report=said.append)
-        assert len(said) == (tp.rank == 0)
+        model, plain, text = language_model(**options), language_model(**options), list[str]()
+        divided = parallelize(model, tp, "auto", verify=words(), report=text.append)
+        assert len(text) == (tp.rank == 0)
         fused = "way" in options
         for first in ["abc"] if fused else ["a", "b", "c"]:
             assert divided_style(divided, f"m0_g/{first}") == Column(3 if fused else 1, HEADS)
@@ -156,16 +156,16 @@ class TestPlans:
         assert divided_style(divided, "m0_i") == Row()
         same_training(tp, plain, divided, words(), words())
 
-    def test_auto_leaves_out_what_cannot_be_divided(self, tp):
-        """A constraint is nothing to the rules, but would see a part of what it constrains."""
-        said: list[str] = []
+    def test_auto_leaves_out_indivisible_layers(self, tp):
+        """The rules ignore a constraint, but it would see only a part."""
+        reports: list[str] = []
         x = y = keras.Input([WIDTH])
         for name, constraint in (("kept", keras.constraints.UnitNorm(axis=1)), ("m", None)):
             y = keras.layers.Dense(12, "relu", kernel_constraint=constraint, name=f"{name}_h")(y)
             y = keras.layers.Dense(WIDTH, name=f"{name}_i")(y)
-        divided = parallelize(keras.Model(x, y), tp, "auto", report=said.append)
+        divided = parallelize(keras.Model(x, y), tp, "auto", report=reports.append)
         assert [layer.name for layer in divided.layers if hasattr(layer, "style")] == ["m_h", "m_i"]
-        assert tp.rank or "kept_h cannot be sharded as Column()" in " ".join(said[0].split())
+        assert tp.rank or "kept_h cannot be sharded as Column()" in " ".join(reports[0].split())
 
     @pytest.mark.long
     def test_auto_of_a_subclassed_model(self, tp):
@@ -188,7 +188,7 @@ class TestPlans:
             pytest.param(subclassed, "example", marks=pytest.mark.long),
         ],
     )
-    def test_right_plans(self, tp, way, kind):
+    def test_valid_plans(self, tp, way, kind):
         model, plain = kind(), kind()
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
@@ -196,7 +196,7 @@ class TestPlans:
             same_training(tp, plain, divided, rows(), rows())
 
     @pytest.mark.parametrize(
-        ("left_out", "said"),
+        ("left_out", "text"),
         [
             ("m_g/d", r"m_g/d \(Dense\).*takes all features"),
             ("m_g/a", r"sharded values combine only with values sharded the same way"),
@@ -204,12 +204,12 @@ class TestPlans:
             ("m_h", r"m_i \(Dense\).*a Row takes an input that a Column has sharded.*split=True"),
         ],
     )
-    def test_what_is_left_out(self, tp, left_out, said):
+    def test_what_is_left_out(self, tp, left_out, text):
         """A functional model needs no example."""
         plan = {name: style for name, style in OF_BLOCK.items() if name != left_out}
         model = one_block()
         for options in ({}, {"example": rows()}):
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UsageError, match=text):
                 parallelize(model, tp, plan, **options)
         assert not any(hasattr(layer, "style") for layer in model.layers)
 
@@ -220,23 +220,23 @@ class TestPlans:
         with pytest.raises(UsageError, match=r"i \(Dense\).*takes all features"):
             model(rows()) if call == "call" else model.fit(rows(), rows(), verbose=0)
 
-    def test_wrong_plans(self, tp):
-        for way, said in (("chunk", r"Split in m_g.*Column\(parts=3\)"), ("parts", "fused features|parts")):
-            with pytest.raises(UsageError, match=said):
+    def test_invalid_plans(self, tp):
+        for way, text in (("chunk", r"Split in m_g.*Column\(parts=3\)"), ("parts", "fused features|parts")):
+            with pytest.raises(UsageError, match=text):
                 parallelize(one_block(way=way), tp, {"m_g/abc": Column(units=HEADS), "m_g/d": Row(units=HEADS)})
         between = {
             "needs a full dimension": layers.LayerNormalization(),
             "different random numbers on each rank": layers.Dropout(0.1),
             r"values for each feature are sharded like the features.*give it Sequence\(1\)": layers.PReLU(),
         }
-        for said, layer in between.items():
+        for text, layer in between.items():
             model = keras.Sequential(
                 [keras.Input((8,)), layers.Dense(12, name="up"), layer, layers.Dense(8, name="dn")]
             )
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UsageError, match=text):
                 parallelize(model, tp, {"*up": Column(), "*dn": Row()})
 
-    def test_an_output_may_stay_divided_if_one_says_so(self, tp):
+    def test_an_output_may_stay_divided_if_declared(self, tp):
         def model():
             return keras.Sequential([keras.Input((8,)), layers.Dense(12, "relu", name="up")])
 
@@ -246,8 +246,8 @@ class TestPlans:
         out = parallelize(model(), tp, {"*up": Column()}, verify=x, divided_output=True)(x)
         assert out.shape[1] <= 12
 
-    def test_moves_of_a_model_itself_are_not_judged(self, tp):
-        """On one rank, too, where they move nothing."""
+    def test_a_models_own_moves_are_not_judged(self, tp):
+        """This also holds on one rank, where they move nothing."""
 
         class Moves(keras.Model):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -265,7 +265,7 @@ class TestPlans:
         assert model(rows()).shape == rows().shape
 
     @pytest.mark.ranks(min=2, max=3)
-    def test_a_fixed_number_of_heads_is_found(self, tp):
+    def test_a_fixed_number_of_heads_is_detected(self, tp):
         class Mixing(layers.Layer):  # type: ignore[misc]
             def __init__(self) -> None:
                 super().__init__()
@@ -312,10 +312,10 @@ class TestVerify:
             weight.assign(changed)
         with pytest.raises(UsageError) as caught:
             verify(divided, plain, tp, rows())
-        said = str(caught.value)
-        assert f"verify: {name} (" in said, said
+        text = str(caught.value)
+        assert f"verify: {name} (" in text, text
         ranks = "on ranks" if name == "m_i" else "on rank 1 of"
-        assert ranks in said, said
+        assert ranks in text, text
         verify(divided, plain, tp, rows(), tolerance=1.0)
 
     def test_a_wrong_gradient_is_named(self, tp):
@@ -367,9 +367,9 @@ class TestVerify:
 
 @pytest.mark.ranks(max=2)
 def test_first_calls_are_checked_once(tp):
-    """The check runs the model three times more: with its parts, as the whole, and with its parts beside that.
+    """The check runs the model three more times: divided, whole, and divided next to the whole.
 
-    What goes out of the process tells, but no list that the model appends to.
+    Output of the process reveals the runs, but no list that the model appends to.
     """
     calls, printed = [], io.StringIO()
 
@@ -388,7 +388,7 @@ def test_first_calls_are_checked_once(tp):
         model(rows())
     assert len(calls) == 3
     assert len(printed.getvalue()) - before == (6 if tp.size > 1 else 4)
-    for _ in range(2):  # it may do something else when it is trained
+    for _ in range(2):  # training may differ
         model(rows(), training=True)
     assert len(calls) == 5
     assert len(printed.getvalue()) - before == (11 if tp.size > 1 else 7)
@@ -397,12 +397,12 @@ def test_first_calls_are_checked_once(tp):
 
 @pytest.mark.any_ranks
 class TestAllOrNothing:
-    """A plan that failed at one of its layers left those before it divided."""
+    """Regression: a plan that failed at one of its layers left earlier layers divided."""
 
-    def refused(self, comm, model, plan, said, **options):
-        """The model stays what it is, also where ranks hold other values, or one rank alone finds something wrong."""
+    def refused(self, comm, model, plan, text, **options):
+        """The model stays unchanged, also if ranks have different values or only one rank detects an error."""
         kinds, before = [type(layer) for layer in model.layers], model.get_weights()
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=text):
             parallelize(model, comm, plan, **options)
         assert [type(layer) for layer in model.layers] == kinds
         assert not any(hasattr(layer, "style") for layer in model.layers)
@@ -424,9 +424,9 @@ class TestAllOrNothing:
             "would see only a shard": (layers.LayerNormalization(name="b"), Sequence(-1)),
             "depends on several positions": (layers.Reshape((3, 2), name="b"), Sequence()),
         }
-        for said, case in wrong.items():
+        for text, case in wrong.items():
             if case is not None:
-                self.refused(comm, model(case[0]), {"a": Column(), "b": case[1]}, said)
+                self.refused(comm, model(case[0]), {"a": Column(), "b": case[1]}, text)
 
         class Tied(layers.Dense):  # type: ignore[misc]
             def build(self, shape: Any) -> None:
@@ -442,7 +442,7 @@ class TestAllOrNothing:
         )
         self.refused(comm, convolutions, {"a": Column(), "b": Row()}, "groups=2")
 
-    def test_ranks_that_hold_other_values(self, comm):
+    def test_ranks_with_different_values(self, comm):
         keras.utils.set_random_seed(comm.rank)
         model = keras.Sequential([keras.Input((4,)), layers.Dense(6, name="a"), layers.Dense(4, name="b")])
         self.refused(comm, model, {"a": Column()}, "takes all features")

@@ -1,4 +1,4 @@
-"""A layer without weights that looks at other positions took `Sequence`, and saw a part of them, in silence."""
+"""Layers without weights that use other positions: `Sequence` accepted them, and they silently saw only a part."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Applied(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return self.function(x)
 
 
-def made(function: Any, tokens: int) -> Any:
+def build(function: Any, tokens: int) -> Any:
     given = keras.Input((tokens, 8))
     x = Applied(function)(given)
     return filled(keras.Model(given, L.Dense(8, name="down")(L.Dense(12, name="up")(x))))
@@ -51,15 +51,15 @@ def made(function: Any, tokens: int) -> Any:
 
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("name", WRONG)
-def test_other_positions(comm: Any, name: str) -> None:
+def test_layers_that_use_other_positions_are_refused(comm: Any, name: str) -> None:
     with pytest.raises(UsageError, match=r"own .*would see only a part of"):
-        parallelize(made(WRONG[name], 2), comm, PLAN)
+        parallelize(build(WRONG[name], 2), comm, PLAN)
 
 
 @pytest.mark.ranks(min=2, max=2)
 @pytest.mark.parametrize("wrong", [True, False])
 def test_several_inputs(comm: Any, wrong: bool) -> None:
-    """A weight for each position beside features: nothing was tried unless all had one shape and were floats."""
+    """With a weight for each position: regression: nothing was tried unless all inputs were floats of one shape."""
     shares = L.Lambda(lambda given: given[0] * given[1] / ops.sum(given[1], 1, keepdims=True), name="own")
     places = L.Lambda(lambda given: given[0] * given[1], name="own")
     x, weights = keras.Input((2, 8)), keras.Input((2, 1))
@@ -74,7 +74,7 @@ def test_several_inputs(comm: Any, wrong: bool) -> None:
 
 @pytest.mark.ranks(min=2, max=3)
 def test_layers_of_keras_are_tried_too(comm: Any) -> None:
-    """Scaling looked at several positions, it was said."""
+    """Regression: the error claimed that scaling uses several positions."""
     x = keras.Input((2, 8))
     for axis, is_right in ((-1, True), (1, False)):
         own = L.UnitNormalization(axis, name="own")(L.Rescaling(2.0, name="scale")(x))
@@ -89,14 +89,14 @@ def test_layers_of_keras_are_tried_too(comm: Any) -> None:
 
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("name", RIGHT)
-def test_each_by_itself(comm: Any, name: str) -> None:
-    model, x = parallelize(made(RIGHT[name], 2), comm, PLAN), values(3, 2 * comm.size, 8)
-    own, whole = model(tf.split(x, comm.size, 1)[comm.rank]), made(RIGHT[name], 2 * comm.size)(x)
+def test_layers_on_single_positions_pass(comm: Any, name: str) -> None:
+    model, x = parallelize(build(RIGHT[name], 2), comm, PLAN), values(3, 2 * comm.size, 8)
+    own, whole = model(tf.split(x, comm.size, 1)[comm.rank]), build(RIGHT[name], 2 * comm.size)(x)
     near(own, tf.split(whole, comm.size, 1)[comm.rank], 1e-10)
 
 
 class Beside(keras.layers.Layer):  # type: ignore[misc]
-    """Takes something of each position beside its features."""
+    """Takes a value of each position together with its features."""
 
     def __init__(self, function: Any) -> None:
         super().__init__(name="own")
@@ -117,7 +117,7 @@ def earliest(x: Any, places: Any) -> Any:
 @pytest.mark.ranks(min=2, max=2)
 @pytest.mark.parametrize(("function", "dtype"), [(where, "bool"), (earliest, "int32")])
 def test_masks_and_integers(comm: Any, function: Any, dtype: str) -> None:
-    """Masks were all true in the trial, and integers the same ones in another order."""
+    """Regression: in the trial masks were all true, and integers equal, in another order."""
     x, beside = keras.Input((2, 8)), keras.Input((2,), dtype=dtype)
     model = keras.Model([x, beside], L.Dense(8, name="up")(Beside(function)(x, beside)))
     with pytest.raises(UsageError, match=r"own .*would see only a part of"):
@@ -145,7 +145,7 @@ def subclassed(own: Any, tokens: int) -> Any:
 
 
 def called(comm: Any, model: Any, tokens: int, **options: Any) -> tuple[Any, list[str]]:
-    """Return a divided model's result for its part, and what was said."""
+    """Return a divided model's result for its part, and the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = model(tf.split(values(3, tokens, 8), comm.size, 1)[comm.rank], **options)
@@ -153,12 +153,12 @@ def called(comm: Any, model: Any, tokens: int, **options: Any) -> tuple[Any, lis
 
 
 @pytest.mark.ranks(min=2)
-def test_one_that_draws_in_training_is_warned_of(comm: Any) -> None:
-    """In evaluation it is as it should be, which tells nothing of training."""
+def test_a_layer_that_draws_in_training_is_warned_of(comm: Any) -> None:
+    """It is valid in evaluation, which proves nothing about training."""
     own = InTraining(lambda x: x + keras.random.normal(ops.shape(x), dtype=x.dtype) - ops.mean(x, 1, keepdims=True))
     model = parallelize(subclassed(own, 2 * comm.size), comm, PLAN)
-    _, said = called(comm, model, 2 * comm.size, training=True)
-    assert len([one for one in said if "draws random numbers whenever" in one]) == (comm.rank == 0), said
+    _, text = called(comm, model, 2 * comm.size, training=True)
+    assert len([one for one in text if "draws random numbers whenever" in one]) == (comm.rank == 0), text
 
 
 def windows(x: Any) -> Any:
@@ -168,11 +168,11 @@ def windows(x: Any) -> Any:
 
 @pytest.mark.ranks(min=2)
 def test_windows(comm: Any) -> None:
-    """They were right for the first length, and wrong for another one, of which nothing was said."""
+    """Regression: they were correct for the first length, and silently wrong for another."""
     tokens = 4 * comm.size
     model = parallelize(subclassed(Applied(windows), tokens), comm, PLAN)
-    got, said = called(comm, model, tokens)
-    assert len([one for one in said if "parts of other lengths" in one]) == (comm.rank == 0), said
+    got, text = called(comm, model, tokens)
+    assert len([one for one in text if "parts of other lengths" in one]) == (comm.rank == 0), text
     near(got, tf.split(subclassed(Applied(windows), tokens)(values(3, tokens, 8)), comm.size, 1)[comm.rank], 1e-10)
 
 
@@ -187,32 +187,32 @@ class Counting(keras.layers.Layer):  # type: ignore[misc]
 
 
 @pytest.mark.ranks(min=2)
-def test_one_with_a_variable_of_tensorflow(comm: Any) -> None:
-    """It was read within the graph of a look, which cannot be."""
+def test_a_layer_with_a_tensorflow_variable(comm: Any) -> None:
+    """Regression: the check read it in a graph, which is impossible."""
     model, plain = (subclassed(Counting(), 2 * comm.size) for _ in range(2))
     divided = parallelize(model, comm, PLAN)
     before = int(model.own.calls)
-    got, said = called(comm, divided, 2 * comm.size)
-    assert int(model.own.calls) == before + 1 and not said
+    got, text = called(comm, divided, 2 * comm.size)
+    assert int(model.own.calls) == before + 1 and not text
     near(got, tf.split(plain(values(3, 2 * comm.size, 8)), comm.size, 1)[comm.rank], 1e-10)
 
 
 @pytest.mark.ranks(min=2)
-def test_what_moves_by_itself(comm: Any) -> None:
-    """The mean of all is that of the whole; by verbs of its own it was refused."""
+def test_layers_with_their_own_moves_pass(comm: Any) -> None:
+    """The mean of all matches the whole. Regression: layers with verbs of their own were refused."""
     tokens = 2 * comm.size
     own = lambda x: x - hvd.allreduce(ops.mean(x, 1, keepdims=True), op=hvd.Average, name="mean")  # noqa: E731
     plain = subclassed(Applied(lambda x: x - ops.mean(x, 1, keepdims=True)), tokens)
     model = subclassed(Applied(own), tokens)
-    got, said = called(comm, parallelize(model, comm, PLAN), tokens)
+    got, text = called(comm, parallelize(model, comm, PLAN), tokens)
     near(got, tf.split(plain(values(3, tokens, 8)), comm.size, 1)[comm.rank], 1e-10)
-    assert not said
+    assert not text
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("is_right", [True, False])
-def test_behind_a_row_that_divides_the_sequence(comm: Any, is_right: bool) -> None:
-    """Its length is not known in a graph: the layer was not tried, and said to draw random numbers."""
+def test_a_layer_after_a_row_that_divides_the_sequence(comm: Any, is_right: bool) -> None:
+    """Regression: its length is unknown in a graph: it was not tried, and reported to draw random numbers."""
     own = Applied((lambda x: ops.gelu(x)) if is_right else (lambda x: x - ops.mean(x, 1, keepdims=True)))
 
     class Blocks(keras.Model):  # type: ignore[misc]

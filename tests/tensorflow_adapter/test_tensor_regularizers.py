@@ -1,4 +1,4 @@
-"""Regularizers of what is divided, of weights and of activities: as in one process, or refused."""
+"""Regularizers of divided weights and activities match one process, or are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mean(weight: Any) -> Any:
 
 
 def orthogonal(weight: Any) -> Any:
-    """Keras' own computes in float32."""
+    """Keras' own one computes in float32."""
     products = ops.matmul(ops.transpose(weight), weight)
     return 0.1 * ops.sum(ops.square(products - ops.eye(weight.shape[1], dtype=weight.dtype)))
 
@@ -48,8 +48,8 @@ def train(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(("up", "down"), [(orthogonal, mean), pytest.param(norm, orthogonal, marks=pytest.mark.long)])
-def test_regularizers_that_are_no_sums(comm: Any, up: Any, down: Any) -> None:
-    """A rank gave them its part: their gradients were those of other functions."""
+def test_regularizers_other_than_sums(comm: Any, up: Any, down: Any) -> None:
+    """Regression: they were applied to a rank's part, and so had wrong gradients."""
     whole, own = pair(up, down), pair(up, down)
     parallelize(own, comm, PLAN)
     expected, weights = alone(comm, lambda: (train(whole), whole.get_weights()))
@@ -60,8 +60,8 @@ def test_regularizers_that_are_no_sums(comm: Any, up: Any, down: Any) -> None:
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_sums_over_elements_are_reported_whole(comm: Any, eager: bool) -> None:
-    """Each rank reported its part of the penalty: callbacks that look at the loss parted the ranks."""
+def test_sums_over_elements_are_reported_for_the_whole(comm: Any, eager: bool) -> None:
+    """Regression: each rank reported its part of the penalty: callbacks that use the loss made ranks diverge."""
 
     def fit(model: Any) -> Any:
         model.compile("sgd", "mse", run_eagerly=eager)
@@ -82,16 +82,16 @@ def test_sums_over_elements_are_reported_whole(comm: Any, eager: bool) -> None:
 
 
 def test_activity_regularizers(comm: Any) -> None:
-    """Of a sum, each rank has the gradient of its part; nothing else can be told of a part."""
+    """For a sum, each rank has the gradient of its part; other functions cannot be computed from parts."""
     whole, own = pair(activity_regularizer="l2"), pair(activity_regularizer="l2")
     parallelize(own, comm, PLAN)
     x = tf.constant(values(3, 4))
-    found = []
+    results = []
     for model in (whole, own):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(x)) + model.losses[0]
-        found.append(tape.gradient(loss, model.get_layer("up").kernel))
-    near(comm.all_reduce(tf.norm(found[1]).numpy() ** 2), tf.norm(found[0]) ** 2)
+        results.append(tape.gradient(loss, model.get_layer("up").kernel))
+    near(comm.all_reduce(tf.norm(results[1]).numpy() ** 2), tf.norm(results[0]) ** 2)
     with pytest.raises(UsageError, match="its activity regularizer norm would see only this rank's shard"):
         parallelize(pair(activity_regularizer=norm), comm, PLAN)
     parallelize(pair(activity_regularizer=norm), comm, {"up": Column(gather=True)})
@@ -100,8 +100,8 @@ def test_activity_regularizers(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_activity_is_reported_whole(comm: Any, eager: bool) -> None:
-    """Each rank reported its part of the output's penalty."""
+def test_activity_is_reported_for_the_whole(comm: Any, eager: bool) -> None:
+    """Regression: each rank reported its part of the output's penalty."""
 
     def make() -> Any:
         up = L.Dense(10, "tanh", name="up", activity_regularizer=L2(0.1))
@@ -124,7 +124,7 @@ def test_activity_is_reported_whole(comm: Any, eager: bool) -> None:
 
 
 class Counted(keras.layers.Layer):  # type: ignore[misc]
-    """A layer of the user's that adds to the loss."""
+    """A user-defined layer that adds to the loss."""
 
     def call(self, x: Any) -> Any:
         self.add_loss(ops.mean(ops.square(x)))
@@ -132,8 +132,8 @@ class Counted(keras.layers.Layer):  # type: ignore[misc]
 
 
 @pytest.mark.ranks(min=2)
-def test_losses_of_what_is_divided(comm: Any) -> None:
-    """A mean over this rank's part was taken for that of the whole."""
+def test_added_losses_of_divided_values(comm: Any) -> None:
+    """Regression: a mean over this rank's part was taken for that of the whole."""
 
     def make(*between: Any) -> Any:
         return sequential(
@@ -167,8 +167,8 @@ def constrained(up: Any = None, down: Any = None, bias: Any = None) -> Any:
         pytest.param(clipped, keras.constraints.MinMaxNorm(0.2, 0.5, axis=1), marks=pytest.mark.long),
     ],
 )
-def test_constraints_of_parts(comm: Any, up: Any, down: Any) -> None:
-    """Those of single elements, and norms of other dimensions than the divided one, were refused."""
+def test_constraints_on_parts(comm: Any, up: Any, down: Any) -> None:
+    """Regression: constraints of single elements, and norms of other dimensions than the divided one, were refused."""
     whole, own = (constrained(up, down, keras.constraints.NonNeg()) for _ in range(2))
     parallelize(own, comm, {"up": Column(), "down": Row()})
     expected, weights = alone(comm, lambda: (train(whole), whole.get_weights()))
@@ -179,7 +179,7 @@ def test_constraints_of_parts(comm: Any, up: Any, down: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_constraints_that_need_the_whole_are_refused(comm: Any) -> None:
-    """A part has another norm, and another mean."""
+    """The norm and the mean of a part differ from those of the whole."""
     norms = keras.constraints.MaxNorm, keras.constraints.UnitNorm, keras.constraints.MinMaxNorm
     wrong = [{"down": norm(axis=0)} for norm in norms] + [{"up": norms[0](axis=[0, 1])}, {"bias": norms[0]()}]
     for given in (*wrong, {"up": norms[0](axis=None)}, {"up": centred}, {"down": centred}):

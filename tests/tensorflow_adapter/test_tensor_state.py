@@ -72,7 +72,7 @@ def test_whole_weights(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_parts_are_neither_taken_nor_written_as_wholes(comm: Any, folder: Path) -> None:
+def test_parts_are_neither_loaded_nor_written_as_whole_weights(comm: Any, folder: Path) -> None:
     divided = parallelize(make(), comm, PLAN)
     with pytest.raises(UsageError, match=r"expected \(6, 9\), the shape in the unsharded model"):
         set_weights(divided, divided.get_weights())
@@ -84,8 +84,8 @@ def test_parts_are_neither_taken_nor_written_as_wholes(comm: Any, folder: Path) 
 
 
 @pytest.mark.long
-def test_a_model_goes_on_from_a_file(comm: Any, folder: Path) -> None:
-    """Trained divided, saved whole with its optimizer, and gone on with divided, in one process, and on other ranks."""
+def test_training_continues_from_a_file(comm: Any, folder: Path) -> None:
+    """It is saved whole with its optimizer, and continues divided, in one process, and on other numbers of ranks."""
     divided = parallelize(make(), comm, PLAN)
 
     def trained() -> Any:
@@ -136,7 +136,7 @@ def test_stages(comm: Any, folder: Path, schedule: Any) -> None:
 
 
 def test_layers_are_divided_in_turn(comm: Any) -> None:
-    """A second plan gave all ranks rank 0's parts of what the first one had divided."""
+    """Regression: with a second plan, all ranks got rank 0's parts of the layers divided by the first one."""
     axis, model, plain = Mesh(tp=comm.size)["tp"], make(), make()
     x = np.random.default_rng(0).standard_normal((ROWS, WIDTH))
     parallelize(model, axis, {"up0": Column(), "down0": Row()})
@@ -147,7 +147,7 @@ def test_layers_are_divided_in_turn(comm: Any) -> None:
 
 
 class Subclassed(keras.Model):  # type: ignore[misc]
-    """Is built by its first call alone."""
+    """A model built only by its first call."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -158,7 +158,7 @@ class Subclassed(keras.Model):  # type: ignore[misc]
 
 
 def test_a_subclassed_model_is_divided_in_turn(comm: Any) -> None:
-    """Its class could not be changed twice."""
+    """Regression: its class could not be changed twice."""
 
     class Blocks(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -187,8 +187,8 @@ class BuiltLate(Subclassed):
 
 
 @pytest.mark.ranks(min=2, max=2)
-def test_a_model_that_its_first_call_builds_is_gathered(comm: Any) -> None:
-    """It was refused though Keras keeps with what it was called."""
+def test_a_model_built_by_its_first_call_can_be_gathered(comm: Any) -> None:
+    """Regression: it was refused although Keras stores the shapes of the call."""
     x = {"x": np.random.default_rng(1).standard_normal((ROWS, WIDTH))}
     for kind in (Subclassed, BuiltLate):
         keras.utils.set_random_seed(1)

@@ -1,4 +1,4 @@
-"""Random streams: the same draws where a tensor is whole, others where it is divided."""
+"""Random streams draw equal numbers for whole tensors, and different ones for divided tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def differ(every: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_dropout_of_what_is_divided(comm: Any, compiled: bool) -> None:
+def test_dropout_of_divided_tensors(comm: Any, compiled: bool) -> None:
     generator, x = keras.random.SeedGenerator(7), tf.ones((40, 50))
 
     def draw() -> Any:
@@ -49,7 +49,7 @@ def test_dropout_of_what_is_divided(comm: Any, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_recomputed_drops_the_same(comm: Any, compiled: bool) -> None:
+def test_recomputation_repeats_dropout(comm: Any, compiled: bool) -> None:
     generator, x = keras.random.SeedGenerator(7), tf.ones((4, 50))
 
     def step() -> Any:
@@ -66,7 +66,7 @@ def test_what_is_recomputed_drops_the_same(comm: Any, compiled: bool) -> None:
 
 
 def test_layers(comm: Any) -> None:
-    """Dropout between divided layers drops other features on each rank; behind them the same on all."""
+    """Dropout between divided layers differs among ranks; after them it is the same on all."""
     model = sequential(
         L.Dense(8, name="up"), L.Dropout(0.5, name="inner"), L.Dense(6, name="down"), L.Dropout(0.5), shape=(5,)
     )
@@ -88,14 +88,14 @@ def test_noise_on_shards(comm: Any) -> None:
     assert differ(of_all(comm, model(tf.zeros((2, 3, 5)), training=True)))
 
 
-def test_seeds_of_a_divided_model_are_those_of_rank_0(comm: Any) -> None:
+def test_seeds_of_a_divided_model_come_from_rank_0(comm: Any) -> None:
     model = keras.Sequential([keras.Input((5,)), L.Dropout(0.5, seed=100 + comm.rank), L.Dense(4, name="d")])
     parallelize(model, comm, {"d": Column(gather=True)})
     near(model.layers[0].seed_generator.state, [100, 0])
 
 
-def test_fit_shuffles_alike(comm: Any) -> None:
-    """Ranks that were seeded otherwise, or not at all, trained on other rows each, and nobody said so."""
+def test_fit_shuffles_equally_on_all_ranks(comm: Any) -> None:
+    """Regression: ranks with different seeds, or none, silently trained on different rows."""
     for given in (100 + comm.rank, 5):
         keras.utils.set_random_seed(given)
         model = sequential(L.Dense(8, name="up"), L.Dense(5, name="down"), shape=(5,))

@@ -1,4 +1,4 @@
-"""Traces of Keras models: the equations of their operations are right, and shapes are those of the results."""
+"""Traces of Keras models: equations of operations are correct, and shapes match the results."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_operations_are_traced(run):
             return run(x)
 
     x = np.random.default_rng(4).random((6, 4))
-    found, error = try_trace(Runs(), {}, x)
+    graph, error = try_trace(Runs(), {}, x)
     assert error is None
-    assert found.shapes[found.outputs[0]] == tuple(run(tf.constant(x)).shape)
-    assert all(step.kind not in ("unseen", "unknown") for step in found.steps)
+    assert graph.shapes[graph.outputs[0]] == tuple(run(tf.constant(x)).shape)
+    assert all(step.kind not in ("unseen", "unknown") for step in graph.steps)
 
 
 def operations():
-    """Operations, and shapes of their inputs: of even lengths, so that halves of them can be computed."""
+    """Return operations with shapes of their inputs, whose lengths are even, so that halves can be computed."""
     one, heads = ((2, 4, 6),), ((2, 4, 6, 8), (2, 4, 2, 8))
     return {
         "add": (lambda x, y: x + y, ((2, 4, 6), (4, 1))),
@@ -69,8 +69,8 @@ def operations():
 
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize("name", operations())
-def test_equations_are_those_of_the_operations(name):
-    """Halves of the inputs along a dimension give the halves of the result along the same one."""
+def test_equations_match_the_operations(name):
+    """Halves of the inputs along a dimension give the halves of the result along that dimension."""
     run, shapes = operations()[name]
 
     class Runs(keras.Model):  # type: ignore[misc]
@@ -80,10 +80,10 @@ def test_equations_are_those_of_the_operations(name):
     keras.config.set_floatx("float64")
     try:
         inputs = [np.random.default_rng(at).random(shape) for at, shape in enumerate(shapes)]
-        found, error = try_trace(Runs(dtype="float64"), {}, inputs)
+        graph, error = try_trace(Runs(dtype="float64"), {}, inputs)
     finally:
         keras.config.set_floatx("float32")
     assert error is None
-    (equation,) = (step.equation for step in found.steps if step.equation is not None)
+    (equation,) = (step.equation for step in graph.steps if step.equation is not None)
     assert equation is not None
     assert holds(equation, lambda *arrays: run(*map(tf.constant, arrays)).numpy(), *inputs)

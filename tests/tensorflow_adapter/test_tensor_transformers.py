@@ -1,4 +1,4 @@
-"""auto on transformers of Keras' own layers: at most 0.55 of the weights on a rank of 2, numbers as in one process."""
+"""auto on transformers of Keras layers: a rank of 2 has at most 0.55 of the weights, and results match one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS, WIDTH, HEADS, TOKENS = 40, 24, 4, 6
 
 
 def rotated(x: Any) -> Any:
-    """Rotary positions by hand, of (rows, tokens, heads, features)."""
+    """Compute rotary positions, of (rows, tokens, heads, features)."""
     size = x.shape[-1]
     angles = ops.einsum("i,j->ij", ops.arange(TOKENS, dtype=x.dtype), 100.0 ** (-ops.arange(0, size, 2) / size))
     both = ops.concatenate([angles, angles], -1)[None, :, None]
@@ -32,7 +32,7 @@ def rotated(x: Any) -> Any:
 
 
 class Attention(keras.layers.Layer):  # type: ignore[misc]
-    """Attention of dense layers, as models write it: with fewer heads of keys, or fused."""
+    """Attention of dense layers as models write it: with fewer heads of keys, or fused."""
 
     def __init__(self, kv: int = HEADS, rope: bool = False, **options: Any) -> None:
         super().__init__(**options)
@@ -65,7 +65,7 @@ def feed(x: Any, gated: bool, at: int) -> Any:
 
 
 def gpt() -> Any:
-    """Keras' attention, learned positions, and logits of an embedding in reverse."""
+    """Keras' attention, learned positions, and logits by the transposed embedding."""
     ids = keras.Input((TOKENS,), dtype="int32")
     table = L.ReversibleEmbedding(WORDS, WIDTH, name="words")
     x = table(ids) + L.Embedding(TOKENS, WIDTH, name="positions")(ops.zeros_like(ids) + ops.arange(TOKENS))
@@ -77,7 +77,7 @@ def gpt() -> Any:
 
 
 def llama(attention: Any = None) -> Any:
-    """Rotary positions, grouped heads, gated layers, logits of their own."""
+    """Rotary positions, grouped heads, gated layers, separate logits."""
     ids = keras.Input((TOKENS,), dtype="int32")
     x = L.Embedding(WORDS, WIDTH, name="words")(ids)
     for at in range(1):
@@ -115,7 +115,7 @@ def bert() -> Any:
     ],
 )
 def test_auto(comm: Any, make: Any, inputs: int) -> None:
-    """Hidden repeats and tables in reverse were unknown, and left whole."""
+    """Regression: implicit repeats and transposed tables were unknown, and left whole."""
     whole, own = make(), make()
     parallelize(own, comm, "auto", report=lambda table: None)
     sizes = [sum(np.prod(v.shape) for v in model.trainable_variables) for model in (own, whole)]
@@ -135,7 +135,7 @@ def test_auto(comm: Any, make: Any, inputs: int) -> None:
 
 
 class Tied(keras.Model):  # type: ignore[misc]
-    """Features of words, and logits of them."""
+    """Features of words, and logits from the same table."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_reversible_embedding(comm: Any, options: Any) -> None:
     same(make, {"words": Vocabulary(gather=True)}, comm, words(11, 2, 3))
 
 
-def test_a_table_that_another_layer_uses_stays_whole(comm: Any) -> None:
+def test_a_table_with_another_user_stays_whole(comm: Any) -> None:
     class Head(keras.layers.Layer):  # type: ignore[misc]
         def __init__(self, table: Any) -> None:
             super().__init__()

@@ -1,6 +1,6 @@
-"""Operations that the rules do not know were wrong in silence, under "auto" and under own plans.
+"""Operations unknown to the rules were silently wrong, under "auto" and under own plans.
 
-One process is the oracle: another model with the same weights.
+The oracle is one process: another model with the same weights.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class Asking(Mlp):
         return self.down(self.up(x)) if float(ops.max(x)) < 1e9 else x
 
 
-def made(function: Any) -> Any:
+def build(function: Any) -> Any:
     model = Mlp(function)
     model(rows())
     return filled(model)
 
 
 def two(function: Any) -> Any:
-    """A pair that stands in question, and one behind it that is right."""
+    """A questionable pair, followed by a valid one."""
     x = given = keras.Input((5, 8))
     x = L.Lambda(function, output_shape=(5, 12))(L.Dense(12, name="up")(x))
     x = L.Dense(12, "relu", name="last_up")(L.Dense(8, name="down")(x))
@@ -130,8 +130,8 @@ class TestWrong:
 
     @pytest.mark.parametrize("name", some(WRONG))
     def test_own_plans_are_refused(self, comm: Any, name: str) -> None:
-        """With example= before anything is divided, and without one at the first call, which may be traced."""
-        model = made(WRONG[name])
+        """With example= it is refused before anything is divided, otherwise at the first call, which may be traced."""
+        model = build(WRONG[name])
         with pytest.raises(UsageError, match=LINE):
             parallelize(model, comm, PLAN, example=rows())
         assert not hasattr(model.up, "style")
@@ -141,42 +141,42 @@ class TestWrong:
 
     @pytest.mark.parametrize("name", ["a function", "qr", "a length", "a gradient"])
     def test_activations(self, comm: Any, name: str) -> None:
-        """One of the user's was taken for one that looks at each element by itself."""
+        """Regression: a user's activation was taken for an elementwise one."""
         model = keras.Sequential([keras.Input((5, 8)), L.Dense(12, WRONG[name], name="up"), L.Dense(8, name="down")])
         with pytest.raises(UsageError, match="needs all outputs"):
             parallelize(model, comm, PLAN)
 
-    def test_what_cannot_be_told(self, comm: Any) -> None:
-        """A function of the host may be a move: a warning says where it stands."""
-        model = made(lambda h: tf.ensure_shape(tf.numpy_function(lambda a: a / abs(a).sum(), [h], h.dtype), h.shape))
-        with warnings.catch_warnings(record=True) as said:
+    def test_undecidable_operations_are_warned_of(self, comm: Any) -> None:
+        """A host function may communicate: a warning gives its place."""
+        model = build(lambda h: tf.ensure_shape(tf.numpy_function(lambda a: a / abs(a).sum(), [h], h.dtype), h.shape))
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, comm, PLAN, example=rows())
-        told = [str(one.message) for one in said if "the rules do not know" in str(one.message)]
-        assert len(told) == (comm.rank == 0)
-        assert all("PyFunc" in text and "test_tensor_unknown.py:" in text for text in told)
+        messages = [str(one.message) for one in caught if "the rules do not know" in str(one.message)]
+        assert len(messages) == (comm.rank == 0)
+        assert all("PyFunc" in text and "test_tensor_unknown.py:" in text for text in messages)
 
     @pytest.mark.parametrize("name", some(DECIDED))
     def test_a_condition_on_a_part(self, comm: Any, name: str) -> None:
-        """One that agreed on the first batch was taken for right, and a later batch went another way on some ranks."""
-        model, plain = made(DECIDED[name]), made(DECIDED[name])
-        with warnings.catch_warnings(record=True) as said:
+        """Regression: a condition that agreed on the first batch was accepted, and later ones differed among ranks."""
+        model, plain = build(DECIDED[name]), build(DECIDED[name])
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, comm, PLAN, example=rows() if name in GRAPHS else None)
             near(model(rows()), plain(rows()))
-        told = [str(one.message) for one in said if "Python numbers are read from a tensor" in str(one.message)]
-        assert len(told) == (comm.rank == 0)
-        assert all("test_tensor_unknown.py:" in text for text in told)
+        messages = [str(one.message) for one in caught if "Python numbers are read from a tensor" in str(one.message)]
+        assert len(messages) == (comm.rank == 0)
+        assert all("test_tensor_unknown.py:" in text for text in messages)
 
-    def test_what_asks_for_elements(self, comm: Any) -> None:
-        """A model that has no graph was checked up to there, without a word that the rest is not."""
+    def test_iteration_over_elements_is_warned_of(self, comm: Any) -> None:
+        """Regression: a model without a graph was silently checked only up to that point."""
         model = Asking(None)
         model(rows())
         parallelize(filled(model), comm, PLAN)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            near(model(rows()), made(lambda h: h)(rows()))
-        assert sum("cannot be traced" in str(one.message) for one in said) == (comm.rank == 0)
+            near(model(rows()), build(lambda h: h)(rows()))
+        assert sum("cannot be traced" in str(one.message) for one in caught) == (comm.rank == 0)
 
     def test_divided_layers_in_a_loop(self, comm: Any) -> None:
         class Looped(Mlp):
@@ -185,23 +185,23 @@ class TestWrong:
 
         model = Looped(None)
         model(rows())
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, comm, PLAN, example=rows())
-        assert sum("up, down run in a loop" in str(one.message) for one in said) == (comm.rank == 0)
+        assert sum("up, down run in a loop" in str(one.message) for one in caught) == (comm.rank == 0)
 
 
 @pytest.mark.ranks(max=3)
 class TestRight:
     @pytest.mark.parametrize("way", ["example", pytest.param("first call", marks=pytest.mark.long)])
     @pytest.mark.parametrize("name", some(RIGHT))
-    def test_nothing_is_said(self, comm: Any, name: str, way: str) -> None:
-        model, plain = made(RIGHT[name]), made(RIGHT[name])
-        with warnings.catch_warnings(record=True) as said:
+    def test_valid_operations_pass_without_a_warning(self, comm: Any, name: str, way: str) -> None:
+        model, plain = build(RIGHT[name]), build(RIGHT[name])
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, comm, PLAN, example=None if way == "first call" else rows())
             near(model(rows()), plain(rows()))
-        assert not [str(one.message) for one in said if "plan" in str(one.message)]
+        assert not [str(one.message) for one in caught if "plan" in str(one.message)]
 
 
 WRITTEN: dict[str, Any] = {
@@ -217,15 +217,15 @@ WRITTEN: dict[str, Any] = {
 
 @pytest.mark.ranks(min=2, max=3)
 class TestAuto:
-    """A pair with SiLU between, whose gradient TensorFlow has written, was left whole, as any with such a gradient."""
+    """Regression: a pair with SiLU between, which has a custom gradient in TensorFlow, was left whole."""
 
     @pytest.mark.parametrize("name", WRITTEN)
-    def test_what_is_right_is_divided(self, comm: Any, name: str) -> None:
+    def test_auto_divides_valid_pairs(self, comm: Any, name: str) -> None:
         model = same(lambda: two(WRITTEN[name]), "auto", comm, values(4, 5, 8))
         assert hasattr(model.get_layer("up"), "style")
 
-    def test_what_cannot_be_compared_stays_whole(self, comm: Any) -> None:
-        """What communicates by itself has no whole that could be run."""
+    def test_incomparable_pairs_stay_whole(self, comm: Any) -> None:
+        """A model that communicates by itself has no whole to run."""
         inner = two(turns_gradient)
         model = keras.Model(inner.input, L.Lambda(lambda y: copy(y, comm), output_shape=(5, 8))(inner.output))
         parallelize(model, comm, "auto", report=lambda table: None)
@@ -234,7 +234,7 @@ class TestAuto:
 
 
 class Centred(keras.layers.Layer):  # type: ignore[misc]
-    """Looks at all features in training alone."""
+    """Uses all features, only in training."""
 
     def call(self, x: Any, training: bool = False) -> Any:
         return x - ops.mean(x, -1, keepdims=True) if training else x
@@ -250,8 +250,8 @@ class Branching(keras.Model):  # type: ignore[misc]
 
 
 @pytest.mark.ranks(min=2)
-def test_what_a_model_does_in_training_is_checked(comm: Any) -> None:
-    """Plans were held against evaluation alone, and what a layer does in training passed."""
+def test_training_behaviour_is_checked(comm: Any) -> None:
+    """Regression: plans were compared in evaluation only, and training behaviour passed unchecked."""
     plan = {"up": Column(), "down": Row()}
     x = values(2, 6)
     for options in ({}, {"verify": x}):

@@ -1,4 +1,4 @@
-"""Looking at a Keras model has no side effects: lists had an entry more after the first call, draws were others."""
+"""Side effects of checks: there are none. Lists once grew in the first call, and draws changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAN: Any = {"up": Column(), "down": Row()}
 
 
 class Hostile(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """Keeps whatever a model can keep."""
+    """A model that stores values in every way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,15 +72,15 @@ def run(comm: Any, look: str, divide: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("look", ["example", "verify", "first call", "function"])
-def test_a_look_is_not_noticed(comm: Any, look: str) -> None:
-    """As if nobody had looked, or as after one call."""
+def test_a_check_has_no_side_effects(comm: Any, look: str) -> None:
+    """The state matches a run without a check, or one call."""
     expected, got = run(comm, look, divide=False), run(comm, look, divide=True)
     for what, value in expected.items():
         assert got[what] == value, what
 
 
 class Stats:
-    """Has what is counted; there is no object of it."""
+    """A class that holds counters and has no instances."""
 
     calls = 0
     log: ClassVar[list[int]] = []
@@ -96,7 +96,7 @@ def once(length: int) -> None:
 
 
 class Naming(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """Changes by names what none of its objects has, and draws numbers of its own."""
+    """A model that changes state through names only, and draws random numbers of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class Naming(keras.Model):  # type: ignore[misc]  # Keras has no types
 
 
 @pytest.mark.parametrize("look", ["example", "first call"])
-def test_what_a_model_changes_by_names_alone(comm: Any, look: str) -> None:
-    """It was counted four times for one, and what is done once was not done in the call itself."""
+def test_a_check_restores_state_reached_by_name(comm: Any, look: str) -> None:
+    """Regression: one call was counted four times, and one-time work was skipped in the call itself."""
     x, got = np.ones((4, 8), np.float32), []
     for divided in (False, True):
         model = Naming()

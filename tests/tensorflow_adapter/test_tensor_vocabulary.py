@@ -1,4 +1,4 @@
-"""Cross-entropy of divided logits, with Keras' own as the oracle."""
+"""Cross-entropy of divided logits, compared with Keras' own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY = 11
 
 
 def oracle(logits: Any, target: Any, ignored: int, smoothing: float) -> Any:
-    """The loss of each row of whole logits."""
+    """Return the loss of each row of whole logits."""
     is_counted = target != ignored
     wanted = tf.one_hot(tf.where(is_counted, target, 0), logits.shape[-1], dtype=logits.dtype)
     wanted = (1 - smoothing) * wanted + smoothing / logits.shape[-1]
@@ -35,7 +35,7 @@ def oracle(logits: Any, target: Any, ignored: int, smoothing: float) -> Any:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_loss_and_gradients(comm: Any, smoothing: float, reduction: Any, compiled: bool) -> None:
-    """Second-order gradients too."""
+    """Second-order gradients match, too."""
     logits = tf.constant(30 * values(2, 5, VOCABULARY))
     target = tf.constant(words(VOCABULARY, 2, 5))
     target = tf.where(target == 3, tf.cast(-100, target.dtype), target)
@@ -69,7 +69,7 @@ def test_loss_and_gradients(comm: Any, smoothing: float, reduction: Any, compile
 
 
 def weighted(logits: Any, target: Any, weight: Any, smoothing: float) -> tuple[Any, Any]:
-    """The loss of each row of whole logits and what it counts, as PyTorch defines them; 7 is ignored."""
+    """Return the loss and weight of each row of whole logits, as defined by PyTorch; 7 is ignored."""
     counted = tf.where(target == 7, tf.zeros((), weight.dtype), tf.gather(weight, target))
     logs = tf.nn.log_softmax(logits)
     losses = -(1 - smoothing) * counted * tf.gather(logs, target, batch_dims=target.shape.rank)
@@ -80,7 +80,7 @@ def weighted(logits: Any, target: Any, weight: Any, smoothing: float) -> tuple[A
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_weights_of_words(comm: Any, smoothing: float, compiled: bool) -> None:
-    """There were none; with smoothing they weigh each word's part of it, and a mean is by the targets' weights."""
+    """With smoothing, weights apply to each word's part of the loss, and a mean divides by the targets' weights."""
     logits, target = tf.constant(5 * values(2, 5, VOCABULARY)), tf.constant(words(VOCABULARY, 2, 5))
     target, weight = (
         tf.where(target == 3, tf.cast(7, target.dtype), target),
@@ -113,15 +113,15 @@ def test_weights_of_words(comm: Any, smoothing: float, compiled: bool) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_with_other_targets_are_told(comm: Any) -> None:
-    """One computed the loss of other words than the other, and nobody noticed."""
+def test_different_targets_on_ranks_are_refused(comm: Any) -> None:
+    """Regression: ranks silently computed the loss of different words."""
     logits, target, weight = scatter(values(4, VOCABULARY), comm, -1), np.arange(4), values(VOCABULARY) ** 2
     for _ in range(2):
         with pytest.raises(MismatchError, match="target, 4 rows"):
             vocabulary_cross_entropy(logits, np.roll(target, comm.rank), comm)
         with pytest.raises(MismatchError, match="weight: "):
             vocabulary_cross_entropy(logits, target, comm, weight=np.roll(weight, comm.rank))
-    # One that caught its own error had its next call taken for this one.
+    # Regression: after a caught error, a rank's next call was matched with the failed one.
     is_told = comm.rank == 0
     with pytest.raises(
         MismatchError if is_told else UsageError, match="same call" if is_told else "for a target of shape"
@@ -132,18 +132,18 @@ def test_ranks_with_other_targets_are_told(comm: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_precision(comm: Any, dtype: str) -> None:
-    """It is computed in float32 at least, and not in the codec of an axis."""
+    """It is computed at least in float32, and not in the codec of an axis."""
     logits, target = tf.cast(values(6, VOCABULARY), dtype), words(VOCABULARY, 6)
     expected = tf.reduce_mean(oracle(tf.cast(logits, tf.float64), tf.constant(target), -100, 0))
-    found = vocabulary_cross_entropy(scatter(logits, comm, -1), target, ParallelAxis(comm, "int8"))
-    assert found.dtype == tf.float32
-    near(found, expected, 1e-6)
+    result = vocabulary_cross_entropy(scatter(logits, comm, -1), target, ParallelAxis(comm, "int8"))
+    assert result.dtype == tf.float32
+    near(result, expected, 1e-6)
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_whole_logits_are_refused(comm: Any, compiled: bool) -> None:
-    """Gathered logits were taken for those of as many times the words: another loss, and another gradient."""
+    """Regression: gathered logits were taken for a larger vocabulary, with a wrong loss and gradient."""
     whole, target = values(3, VOCABULARY), words(VOCABULARY, 3)
 
     def loss(logits: Any, target: Any) -> Any:
@@ -156,19 +156,19 @@ def test_whole_logits_are_refused(comm: Any, compiled: bool) -> None:
             run(scatter(whole[:rows], comm, -1), target[:rows])
 
 
-def test_divided_logits_that_are_alike_are_not_refused(comm: Any) -> None:
-    """A head that begins with zeros makes the same logits on all ranks; others are told by `vocabulary`."""
+def test_equal_divided_logits_are_accepted(comm: Any) -> None:
+    """A head that starts with zeros makes equal logits on all ranks; `vocabulary` identifies the others."""
     target = words(3 * comm.size, 4)
     for own, total in ((np.zeros((4, 3)), None), (np.full((4, 3), np.nan), None), (values(4, 3), 3 * comm.size)):
         whole = tf.constant(np.tile(own, (1, comm.size)))
-        found = vocabulary_cross_entropy(tf.constant(own), target, comm, vocabulary=total)
+        result = vocabulary_cross_entropy(tf.constant(own), target, comm, vocabulary=total)
         expected = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(target, whole, from_logits=True))
-        np.testing.assert_allclose(found, expected, 1e-10)
+        np.testing.assert_allclose(result, expected, 1e-10)
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_with_other_logits_are_told(comm: Any) -> None:
-    """The core refused a reduction of so many numbers, and named neither logits nor rows."""
+def test_different_logits_on_ranks_are_refused(comm: Any) -> None:
+    """Regression: the core's error was about a reduction, and named neither logits nor rows."""
     own, target, is_other = scatter(values(4, VOCABULARY), comm, -1), words(VOCABULARY, 4), comm.rank == 1
     with pytest.raises(MismatchError, match=f"logits of {3 if is_other else 4} rows, and other ranks have others"):
         vocabulary_cross_entropy(own[1:] if is_other else own, target[1:] if is_other else target, comm)
@@ -178,14 +178,14 @@ def test_ranks_with_other_logits_are_told(comm: Any) -> None:
         vocabulary_cross_entropy(own[:, :0] if is_other else own, target, comm)
 
 
-def test_nothing_counts(comm: Any) -> None:
+def test_ignored_rows_only(comm: Any) -> None:
     logits, target = scatter(values(3, VOCABULARY), comm, -1), np.full(3, 7)
     assert np.isnan(vocabulary_cross_entropy(logits, target, comm, ignore_index=7))
     near(vocabulary_cross_entropy(logits, target, comm, ignore_index=7, reduction="none"), np.zeros(3))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_misuse(comm: Any, compiled: bool) -> None:
+def test_invalid_arguments_are_refused(comm: Any, compiled: bool) -> None:
     logits = scatter(values(3, VOCABULARY), comm, -1)
 
     def refused(match: str, target: Any = (0, 1, 2), **options: Any) -> None:
@@ -206,8 +206,8 @@ def test_misuse(comm: Any, compiled: bool) -> None:
     refused("expected a float for each token", weight=np.ones((11, 1)))
 
 
-def test_a_target_of_padding_is_no_word(comm: Any) -> None:
-    """Keras' loss ignores none unless it is told; this one took -100 for a row that costs nothing, and counts."""
+def test_a_padding_target_is_refused(comm: Any) -> None:
+    """Keras' loss ignores no class by default. Regression: this one counted -100 as a row with zero loss."""
     with pytest.raises(UsageError, match="a target is token -100"):
         VocabularyCrossEntropy(comm)(np.array([1, -100, 2]), scatter(values(3, VOCABULARY), comm, -1))
 
@@ -222,7 +222,7 @@ def model() -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("ignored", [None, 2])
 def test_fit(comm: Any, ignored: int | None) -> None:
-    """fit, with weights of samples, has the losses and the weights of the plain model."""
+    """fit with sample weights has the losses and weights of the plain model."""
     x, y = words(VOCABULARY, 12, 5), words(VOCABULARY, 12, 5, seed=1)
     weights = values(12, 5, seed=2) ** 2
     options = {"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0, "sample_weight": weights}

@@ -1,6 +1,6 @@
-"""A model that asks a divided weight for its shape, and uses that as a number, was wrong in silence.
+"""Shapes of divided weights used as numbers in a model: results were silently wrong.
 
-One process is the oracle: another model with the same weights.
+The oracle is one process: another model with the same weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Asking(keras.Model):  # type: ignore[misc]  # Keras has no types
         return self.down(self.function(self, self.up(x)))
 
 
-def made(function: Any) -> Any:
+def build(function: Any) -> Any:
     model = Asking(lambda _, h: h)
     model(rows())
     model.function = function
@@ -68,35 +68,35 @@ def rows() -> Any:
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_number_is_refused(comm: Any, name: str) -> None:
-    """With example= before anything is divided, at the first call without one, and by numbers with verify=."""
+    """With example= it is refused before anything is divided, else at the first call, or by the results of verify=."""
     with pytest.raises(UsageError, match=LINE):
-        parallelize(made(WRONG[name]), comm, PLAN, example=rows())
-    divided = parallelize(made(WRONG[name]), comm, PLAN)
+        parallelize(build(WRONG[name]), comm, PLAN, example=rows())
+    divided = parallelize(build(WRONG[name]), comm, PLAN)
     for _ in range(2):
         with pytest.raises(UsageError, match=LINE):
             divided(rows())
     with pytest.raises(UsageError, match="differs"):
-        parallelize(made(WRONG[name]), comm, PLAN, verify=rows())
+        parallelize(build(WRONG[name]), comm, PLAN, verify=rows())
     with pytest.raises(UsageError, match="finds no layer"):
-        parallelize(made(WRONG[name]), comm, "auto", example=rows(), report=lambda table: None)
+        parallelize(build(WRONG[name]), comm, "auto", example=rows(), report=lambda table: None)
 
 
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_is_taken(comm: Any, name: str) -> None:
+def test_valid_uses_are_accepted(comm: Any, name: str) -> None:
     for options in ({}, {"example": rows()}, {"verify": rows()}):
-        model, plain = made(RIGHT[name]), made(RIGHT[name])
-        with warnings.catch_warnings(record=True) as said:
+        model, plain = build(RIGHT[name]), build(RIGHT[name])
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, comm, PLAN, **options)
             near(model(rows()), plain(rows()))
-        assert not [str(one.message) for one in said if "plan" in str(one.message)]
+        assert not [str(one.message) for one in caught if "plan" in str(one.message)]
 
 
 @pytest.mark.ranks(min=2, max=3)
-def test_of_a_part_that_comes(comm: Any) -> None:
-    """The input is a part already: numbers of the whole that all of them are tell."""
-    model = parallelize(made(WRONG["shape"]), comm, {"up": Column(sequence=1), "down": Row(sequence=1)})
+def test_an_input_that_is_a_part(comm: Any) -> None:
+    """The input is already a part: a number that belongs to the whole reveals the error."""
+    model = parallelize(build(WRONG["shape"]), comm, {"up": Column(sequence=1), "down": Row(sequence=1)})
     part = tf.split(rows(), comm.size, 1)[comm.rank]
     with pytest.raises(UsageError, match=r"differs from the unsharded model's.*the shape of its weight"):
         model(part)

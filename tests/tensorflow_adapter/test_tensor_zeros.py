@@ -1,4 +1,4 @@
-"""What a weight of zeros hides at first: it was taken for right, and wrong as soon as the weight was something else."""
+"""Zero weights hide errors: a plan was accepted, and became wrong once the weight changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from commlib_tensorflow.tensor import gather_weights, parallelize
 from tests.inputs.keras_pipelines import filled
 from tests.tensorflow_adapter.tensor_oracle import in_float64, near, values
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 L = keras.layers
 PLAN: Plan = {"up": Column(), "down": Row()}
@@ -25,7 +25,7 @@ X = tf.constant(values(3, 5, 8))
 
 
 class Gated(keras.Model):  # type: ignore[misc]  # Keras has no types
-    """Adds something to the features, or to the result, by a gate that is zero at first."""
+    """Adds a value to the features or to the result by a gate that is zero at first."""
 
     def __init__(self, between: Any, shape: tuple[int, ...] = (), dtype: Any = None) -> None:
         super().__init__(dtype=dtype)
@@ -39,7 +39,7 @@ class Gated(keras.Model):  # type: ignore[misc]  # Keras has no types
 
 
 class Turned(keras.Model):  # type: ignore[misc]
-    """Fails, or gives what is no number, where its weight is no zero."""
+    """Fails or returns NaN if its weight is not zero."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -53,16 +53,16 @@ class Turned(keras.Model):  # type: ignore[misc]
 
 
 def spectrum(model: Any, h: Any) -> Any:
-    found = tf.math.real(tf.signal.fft(tf.cast(h, tf.complex64 if h.dtype.size < 8 else tf.complex128)))
-    return h + model.gate * tf.cast(found, h.dtype)
+    result = tf.math.real(tf.signal.fft(tf.cast(h, tf.complex64 if h.dtype.size < 8 else tf.complex128)))
+    return h + model.gate * tf.cast(result, h.dtype)
 
 
 def relu(_: Any, h: Any) -> Any:
     return keras.ops.relu(h)
 
 
-def made(between: Any, *given: Any, lora: bool = False) -> Any:
-    """Return a model with weights of its first layers, and zeros for all others."""
+def build(between: Any, *given: Any, lora: bool = False) -> Any:
+    """Return a model whose first layers have weights, and all others zeros."""
     keras.utils.set_random_seed(1)
     model = Gated(between, *given)
     model(X)
@@ -76,7 +76,7 @@ def made(between: Any, *given: Any, lora: bool = False) -> Any:
 
 
 def tried(comm: Any, model: Any, looked_at: str, plan: Any = None) -> Any:
-    """Return a divided model that was looked at."""
+    """Return a divided model that was checked."""
     if looked_at in ("example", "verify"):
         return parallelize(model, comm, plan or PLAN, **{looked_at: X})
     parallelize(model, comm, plan or PLAN)
@@ -93,8 +93,8 @@ def state(model: Any) -> list[Any]:
     "shape, learns", [((), True), pytest.param((5, 1), False, marks=pytest.mark.long)], ids=["a scalar", "frozen"]
 )
 @pytest.mark.ranks(min=2)
-def test_what_is_behind_zeros_is_refused(comm: Any, shape: tuple[int, ...], learns: bool, looked_at: str) -> None:
-    model = made(spectrum, shape)
+def test_errors_hidden_by_zeros_are_refused(comm: Any, shape: tuple[int, ...], learns: bool, looked_at: str) -> None:
+    model = build(spectrum, shape)
     model.trainable = learns
     before = state(model)
     with pytest.raises(UsageError, match="differs"):
@@ -107,27 +107,27 @@ def test_what_is_behind_zeros_is_refused(comm: Any, shape: tuple[int, ...], lear
     "dtype", ["mixed_bfloat16", *(pytest.param(one, marks=pytest.mark.long) for one in ("float32", "bfloat16"))]
 )
 @pytest.mark.ranks(min=2)
-def test_of_any_dtype(comm: Any, dtype: str) -> None:
+def test_errors_hidden_by_zeros_of_any_dtype_are_refused(comm: Any, dtype: str) -> None:
     with pytest.raises(UsageError, match="differs"):
-        tried(comm, made(spectrum, (), dtype), "example")
-    tried(comm, made(relu, (), dtype), "example")
+        tried(comm, build(spectrum, (), dtype), "example")
+    tried(comm, build(relu, (), dtype), "example")
 
 
 @pytest.mark.ranks(min=2)
-def test_auto_leaves_whole_what_is_behind_zeros(comm: Any) -> None:
+def test_auto_leaves_pairs_behind_zeros_whole(comm: Any) -> None:
     with pytest.raises(UsageError, match="finds no layer"):
-        tried(comm, made(spectrum), "example", "auto")
+        tried(comm, build(spectrum), "example", "auto")
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("looked_at", LOOKED_AT)
-def test_what_is_right_may_have_zeros(comm: Any, looked_at: str, lora: bool) -> None:
-    """Each weight is then what it was, and the model learns as the plain one does."""
-    plain, model = (made(relu, lora=lora) for _ in range(2))
-    with warnings.catch_warnings(record=True) as said:
+def test_valid_models_may_have_zeros(comm: Any, looked_at: str, lora: bool) -> None:
+    """Each weight keeps its value, and the model trains like the plain one."""
+    plain, model = (build(relu, lora=lora) for _ in range(2))
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tried(comm, model, looked_at)
-    assert not [str(one.message) for one in said if "plan" in str(one.message)]
+    assert not [str(one.message) for one in caught if "plan" in str(one.message)]
     for got, expected in zip(gather_weights(model), plain.get_weights(), strict=True):
         assert np.array_equal(got, expected)
     losses = []
@@ -140,11 +140,11 @@ def test_what_is_right_may_have_zeros(comm: Any, looked_at: str, lora: bool) -> 
 @pytest.mark.ranks(min=2)
 def test_lora_of_a_divided_layer(comm: Any) -> None:
     """Its second factor is a part."""
-    model = parallelize(made(spectrum), comm, PLAN)
+    model = parallelize(build(spectrum), comm, PLAN)
     model.up.enable_lora(2)
     with pytest.raises(UsageError, match="differs"):
         model(X)
-    plain, model = made(relu, lora=True), parallelize(made(relu), comm, PLAN)
+    plain, model = build(relu, lora=True), parallelize(build(relu), comm, PLAN)
     model.up.enable_lora(2)
     model.down.enable_lora(2)
     near(model(X), plain(X))
@@ -152,22 +152,22 @@ def test_lora_of_a_divided_layer(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_users_gradient_is_that_of_zeros(comm: Any) -> None:
-    """The first call may be one that is differentiated, or trained: nobody sees the numbers that stood in."""
-    plain, model = made(relu), parallelize(made(relu), comm, PLAN)
-    found: list[Any] = []
+def test_user_gradients_use_the_zeros(comm: Any) -> None:
+    """The first call may be differentiated or trained: the temporary values must not affect it."""
+    plain, model = build(relu), parallelize(build(relu), comm, PLAN)
+    results: list[Any] = []
     for one in (plain, model):
         with tf.GradientTape() as tape:
             before = tf.reduce_sum(one.gate + one.after)
             loss = tf.reduce_sum(one(X, training=True) ** 2) + before
-        found.append([loss, *tape.gradient(loss, [one.after, one.gate.value])])
-    for got, expected in zip(*found, strict=True):
+        results.append([loss, *tape.gradient(loss, [one.after, one.gate.value])])
+    for got, expected in zip(*results, strict=True):
         near(got, expected, 1e-10)
 
 
 @pytest.mark.parametrize("looked_at", LOOKED_AT)
 @pytest.mark.parametrize("fails", [pytest.param(True, marks=pytest.mark.long), False])
-def test_where_others_cannot_stand_in_zeros_stay(comm: Any, fails: bool, looked_at: str) -> None:
+def test_zeros_stay_if_other_values_fail(comm: Any, fails: bool, looked_at: str) -> None:
     plain, model = (Turned(fails) for _ in range(2))
     for one in (plain, model):
         one(X)

@@ -1,4 +1,4 @@
-"""The ordered verbs differentiate: first and second gradients are those of one process with the data of all ranks."""
+"""Gradients of the ordered verbs: first and second ones match one process with the data of all ranks."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ FORMS = [eagerly, tapes_inside, tapes_outside, unknown_shapes]
 
 
 def differentiate(case: Case, comm: Any, form: Any, x: Array, weights: Array) -> tuple[Any, ...]:
-    found = form(lambda x: case.call(ct, x, comm, zeros), tf.constant(x), tf.constant(weights))
-    return tuple(one.numpy() for one in found)
+    result = form(lambda x: case.call(ct, x, comm, zeros), tf.constant(x), tf.constant(weights))
+    return tuple(one.numpy() for one in result)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_one_process(comm: Any, name: str, form: Any) -> None:
+def test_gradients_match_one_process(comm: Any, name: str, form: Any) -> None:
     case = CASES[name]
     verb_gradients.check(case, comm, lambda x, weights: differentiate(case, comm, form, x, weights))
 
 
 def model(x: Any, comm: Any) -> Any:
-    """A function of several verbs, each of whose results feeds another one."""
+    """A function of several verbs, in which the result of each feeds another."""
     y = ct.all_gather(tf.sin(x), ranks=comm)
     z = ct.reduce_scatter(tf.square(y) * (comm.rank + 1.0), ranks=comm)
     mean = ct.all_reduce(tf.reduce_mean(z), "mean", ranks=comm)
@@ -94,7 +94,7 @@ def test_other_dtypes(comm: Any, dtype: Any) -> None:
 
 
 def test_gradients_of_some_rows(comm: Any) -> None:
-    """The gradient of a gather of TensorFlow is tf.IndexedSlices."""
+    """TensorFlow's gradient of a gather is tf.IndexedSlices."""
     x = tf.Variable([[1.0, 2.0]])
     with tf.GradientTape() as tape:
         y = tf.reduce_sum(tf.gather(ct.all_gather(x, ranks=comm), [comm.size - 1]))
@@ -168,7 +168,7 @@ def test_asynchronous_verbs_are_refused(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_a_gradient_on_some_ranks_only(comm: Any) -> None:
-    """A backward would wait for ranks that run none, or take another call of theirs for its own."""
+    """A backward would wait for ranks that run none, or match it with another of their calls."""
     group = comm.split(0)
     x = tf.ones(3)
     with tf.GradientTape() as tape:
@@ -194,7 +194,7 @@ def test_a_backward_on_some_ranks_only(comm: Any, traced: bool) -> None:
 
 
 def test_a_keras_model_trains_through_a_verb(comm: Any) -> None:
-    """In fit, which traces the step: the loss of all ranks' rows, as in one process."""
+    """fit traces the step: the loss covers all ranks' rows, as in one process."""
 
     class Shared(tf.keras.layers.Layer):  # type: ignore[misc]
         def call(self, x: Any) -> Any:
@@ -209,7 +209,7 @@ def test_a_keras_model_trains_through_a_verb(comm: Any) -> None:
 
     rows = np.arange(8, dtype=np.float32).reshape(4, 2) / 10
     expected = trained([tf.keras.layers.Dense(1)], rows, rows.sum(1, keepdims=True) * 2)
-    # The same rows on all ranks: the mean is that of one rank, and so is its gradient.
+    # All ranks have the same rows: the mean is that of one rank, and so is its gradient.
     got = trained([tf.keras.layers.Dense(1), Shared()], rows, rows.sum(1, keepdims=True) * 2)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 

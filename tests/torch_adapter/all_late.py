@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def all_late() -> Iterator[None]:
-    """Let CPU tensors be on the late device; nothing may change there while it is read."""
+    """Treat CPU tensors as tensors of the late device. No test may modify a tensor while the device reads it."""
     from tests.late import LATE
     from tests.torch_adapter.late import late
 

@@ -1,4 +1,4 @@
-"""Bodies of tests: what is done with gradients on a device, as on the host. See `place`."""
+"""Bodies of tests: processing gradients on a device gives the results of the host. See `place`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.torch_adapter.place import Place
 
 
 def compresses(comm: Any, place: Place, compression: Any, near: float = 0.0) -> None:
-    """Compressed buckets give what they give on the host: the error that is fed back, and saved, too."""
+    """Compressed buckets match the host, including the error that is fed back and saved."""
 
     def run(device: str, put: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Any]:
         weight = nn.Parameter(torch.zeros(40, 30, device=device))
@@ -33,8 +33,8 @@ def compresses(comm: Any, place: Place, compression: Any, near: float = 0.0) -> 
 
     with place.host():
         expected, state = run("cpu", torch.Tensor.clone)
-    found, remembered = run(place.device, place.put)
-    for got, same in zip(found, expected, strict=True):
+    result, remembered = run(place.device, place.put)
+    for got, same in zip(result, expected, strict=True):
         torch.testing.assert_close(got, same, rtol=near, atol=near)
     for name, known in (state["parameters"] if state else {}).items():
         for what, value in known.items():
@@ -43,7 +43,7 @@ def compresses(comm: Any, place: Place, compression: Any, near: float = 0.0) -> 
 
 
 def clips(comm: Any, place: Place) -> None:
-    """The norm is that of one process, and so are the gradients."""
+    """The norm and the clipped gradients match those of one process."""
     model = Sum().to(place.device)
     called, optimizer = wrapped(comm, model, "DistributedOptimizer")
     own_loss(comm, called, place, 1).backward()
@@ -61,7 +61,7 @@ def clips(comm: Any, place: Place) -> None:
 
 
 def scales_losses(comm: Any, place: Place) -> None:
-    """All ranks skip a step in which the loss of one of them is not finite."""
+    """All ranks skip a step if the loss of one of them is not finite."""
     model = Sum(torch.float32).to(place.device)
     called, optimizer = wrapped(comm, model, "DistributedOptimizer")
     scaler = ct.GradScaler(place.device, ranks=comm, init_scale=4.0)
@@ -79,7 +79,7 @@ def scales_losses(comm: Any, place: Place) -> None:
 
 
 def broadcasts(comm: Any, place: Place) -> None:
-    """Parameters and the state of an optimizer become those of a rank, and stay where they are."""
+    """Parameters and optimizer state become those of the root and stay on their device."""
     model = Sum().to(place.device)
     adam = torch.optim.Adam(model.parameters(), lr=0.1 * (comm.rank + 1))
     for number, parameter in enumerate(model.parameters()):
@@ -98,7 +98,7 @@ def broadcasts(comm: Any, place: Place) -> None:
 
 
 def normalises(comm: Any, place: Place) -> None:
-    """SyncBatchNorm is BatchNorm on the batches of all ranks."""
+    """SyncBatchNorm equals BatchNorm on the batches of all ranks."""
     xs = [torch.arange(24.0).double().view(4, 3, 2) * (rank + 1) for rank in range(comm.size)]
     layer = ct.SyncBatchNorm(3).double().to(place.device)
     mine = place.put(xs[comm.rank]).requires_grad_()
@@ -116,7 +116,7 @@ def normalises(comm: Any, place: Place) -> None:
 
 
 def gathers_rows(comm: Any, place: Place) -> None:
-    """Sparse gradients are gathered, beside buckets; from the first step on, in which ranks learn of them."""
+    """Sparse gradients are gathered, separately from buckets, from the first step on, in which ranks discover them."""
     torch.manual_seed(0)
     table = nn.Embedding(10, 3, sparse=True).double().to(place.device)
     head = nn.Linear(3, 1, bias=False).double().to(place.device)
@@ -137,7 +137,7 @@ def gathers_rows(comm: Any, place: Place) -> None:
 
 
 def gathers_rows_of_some(comm: Any, place: Place) -> None:
-    """A rank without a gradient gives no rows, and gets those of the others; averages are divided by all ranks."""
+    """A rank without a gradient contributes no rows and receives those of the others; averages divide by all ranks."""
     table = nn.Embedding(7, 2, sparse=True).to(place.device)
     with torch.no_grad():
         table.weight.zero_()

@@ -1,4 +1,4 @@
-"""Bodies of tests: divided layers, experts and stages on a device compute what they do on the host. See `place`."""
+"""Bodies of tests: divided layers, experts and stages on a device compute the results of the host. See `place`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 import commlib_torch as ct
 from commlib.context_parallel import SequenceLayout
 from commlib_torch.tensor.context import attention
-from tests.torch_adapter.expert_oracle import WIDTH, layer, made, near, step, tokens
+from tests.torch_adapter.expert_oracle import WIDTH, build_layer, layer, near, step, tokens
 from tests.torch_adapter.place import Place
 
 Put = Callable[[Tensor], Tensor]
-TOLERANCE = 1e-4  # products in float32, which other libraries add up in another order
+TOLERANCE = 1e-4  # products in float32, which other libraries add up in a different order
 
 
 def _both(place: Place, run: Callable[[str, Put], dict[str, Tensor]], tolerance: float = TOLERANCE) -> None:
     """Compare what `run` returns on the host and on the device."""
     with place.host():
         expected = run("cpu", torch.Tensor.clone)
-    found = run(place.device, place.put)
-    assert found.keys() == expected.keys()
-    for name, got in found.items():
+    result = run(place.device, place.put)
+    assert result.keys() == expected.keys()
+    for name, got in result.items():
         assert got.device.type == place.device
         near(got.detach().cpu(), expected[name].detach(), name, tolerance)
 
@@ -35,7 +35,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def divided_layers(comm: Any, place: Place) -> None:
-    """A plan: inputs are copied, and gathered along a sequence; outputs are summed, and scattered."""
+    """A plan copies inputs and gathers them along a sequence; it sums outputs and scatters them."""
 
     def run(device: str, put: Put) -> dict[str, Tensor]:
         torch.manual_seed(3)
@@ -51,7 +51,7 @@ def divided_layers(comm: Any, place: Place) -> None:
 
 
 def divided_sequences(comm: Any, place: Place) -> None:
-    """Layers between which the sequence is divided, and not evenly: rows are gathered, and sums scattered."""
+    """The sequence is divided unevenly between layers: rows are gathered, and sums are scattered."""
     length = 2 * comm.size + 1
 
     def run(device: str, put: Put) -> dict[str, Tensor]:
@@ -71,33 +71,33 @@ def divided_sequences(comm: Any, place: Place) -> None:
 
 
 def experts(comm: Any, place: Place) -> None:
-    """Tokens to experts and back, whose rows stay on the device."""
+    """Tokens travel to experts and back, and their rows stay on the device."""
     _experts(comm, place, chunks=1)
 
 
 def experts_in_parts(comm: Any, place: Place) -> None:
-    """The same, and a part of the tokens travels while experts compute another one."""
+    """Like `experts`, but some tokens travel while experts compute others."""
     _experts(comm, place, chunks=3)
 
 
 def _experts(comm: Any, place: Place, chunks: int) -> None:
-    ranks = comm.split(0)  # with ways of its own between them
+    ranks = comm.split(0)  # with communication channels of its own
     places: list[set[str]] = []
 
     def run(device: str, put: Put) -> dict[str, Tensor]:
         options = ct.Experts(4, top_k=2, hidden=10, capacity_factor=1.25, chunks=chunks)
-        model: Any = made(layer(options), ranks).to(device)
+        model: Any = build_layer(layer(options), ranks).to(device)
         y, loss, of_x = step(model, put(tokens(comm)[comm.rank]))
         assert y.shape[-1] == WIDTH
         places.append(set(model.mixture.exchange.places))
         return {"y": y, "loss": loss, "of x": of_x, **_gradients(model)}
 
     _both(place, run)
-    assert places == [{""}, {"", place.name}]  # layers of the same ranks share what is between these
+    assert places == [{""}, {"", place.name}]  # layers of the same ranks share their channels
 
 
 def experts_of_halves(comm: Any, place: Place) -> None:
-    """In bfloat16, under autocast: gates stay float32."""
+    """Under autocast to bfloat16, gates stay float32."""
 
     def run(device: str, put: Put) -> dict[str, Tensor]:
         torch.manual_seed(1)
@@ -122,20 +122,20 @@ def stages(comm: Any, place: Place) -> None:
         pipe = ct.pipeline(model, comm, schedule="1f1b", microbatches=4, loss=F.mse_loss)
         x, y = put(torch.arange(48.0).view(8, 6).double().cos()), put(torch.ones(8, 6).double())
         loss = pipe.step(x, y)
-        found = {"loss": loss.to(device), **_gradients(pipe)}
+        result = {"loss": loss.to(device), **_gradients(pipe)}
         pipe.close()
-        return found
+        return result
 
     _both(place, run)
 
 
 def sequences_by_a_ring(comm: Any, place: Place) -> None:
-    """Attention over a divided sequence; keys and values, and their gradients, go from device to device."""
+    """Attention over a divided sequence sends keys, values and their gradients from device to device."""
     _sequences(comm, place, "ring")
 
 
 def sequences_by_heads(comm: Any, place: Place) -> None:
-    """The same by all-to-all."""
+    """Like `sequences_by_a_ring`, by all-to-all."""
     _sequences(comm, place, "all_to_all")
 
 
@@ -143,15 +143,15 @@ def _sequences(comm: Any, place: Place, method: Any) -> None:
     lengths = SequenceLayout(4 * comm.size + 3, comm.size, "balanced").counts
 
     def run(device: str, put: Put) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for turn in range(3):  # each message has a slot that another one had
+        results: dict[str, Tensor] = {}
+        for turn in range(3):  # each message reuses the slot of an earlier one
             torch.manual_seed(10 * comm.rank + turn)
             q, k, v = (put(torch.randn(2, heads, lengths[comm.rank], 6)).requires_grad_() for heads in (4, 2, 2))
             out = attention(q, k, v, comm, causal=True, method=method)
             out.square().sum().backward()
             assert q.grad is not None and k.grad is not None and v.grad is not None
-            found |= {f"{turn}": out, f"{turn} of q": q.grad, f"{turn} of k": k.grad, f"{turn} of v": v.grad}
-        return found
+            results |= {f"{turn}": out, f"{turn} of q": q.grad, f"{turn} of k": k.grad, f"{turn} of v": v.grad}
+        return results
 
     _both(place, run)
 

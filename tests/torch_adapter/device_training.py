@@ -1,4 +1,4 @@
-"""Bodies of tests: models on a device, trained over all ranks as in one process on the host. See `place`."""
+"""Bodies of tests: models trained on a device over all ranks match one process on the host. See `place`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROWS, FEATURES, STEPS = 4, 6, 4
 
 
 class Sum(nn.Module):
-    """Linear layers side by side, whose sums of whole numbers are exact. One is used by some ranks only, one by none.
+    """Parallel linear layers whose sums of whole numbers are exact. Some ranks use one of them; none use another.
 
-    So many steps are exact, too, in float64: no product of two weights is ever taken.
+    A few steps are exact in float64, too, because no two weights are ever multiplied.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
@@ -59,8 +59,8 @@ def whole_loss(comm: Any, model: Any, step: int) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def alone(comm: Any, passes: int = 1) -> nn.Module:
-    """Train on the whole batch by plain torch."""
+def train_alone(comm: Any, passes: int = 1) -> nn.Module:
+    """Train on the whole batch in plain PyTorch."""
     model = Sum()
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-7, momentum=0.5)
     for step in range(STEPS):
@@ -82,7 +82,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
 
 
 def wrapped(comm: Any, model: nn.Module, how: str, **options: Any) -> tuple[Any, Any]:
-    """Return what is called, and the optimizer."""
+    """Return the module to call and the optimizer."""
     sgd: Any = torch.optim.SGD(model.parameters(), lr=2**-7, momentum=0.5)
     settings = {"first_bucket_mib": TINY, "bucket_cap_mib": TINY, "op": "sum", "ranks": comm, **options}
     if how == "DataParallel":
@@ -91,9 +91,9 @@ def wrapped(comm: Any, model: nn.Module, how: str, **options: Any) -> tuple[Any,
 
 
 def trains_exactly(comm: Any, place: Place, how: str, *, overlap: bool, set_to_none: bool = True) -> None:
-    """Weights are those of one process to the last bit; gradients are final after backward, and views of buckets."""
+    """Weights match one process to the last bit; after backward, gradients are final and are views of buckets."""
     with place.host():
-        expected = alone(comm)
+        expected = train_alone(comm)
     model = Sum().to(place.device)
     called, optimizer = wrapped(comm, model, how, overlap=overlap)
     addresses = []
@@ -106,10 +106,10 @@ def trains_exactly(comm: Any, place: Place, how: str, *, overlap: bool, set_to_n
             buckets = {bucket.device for bucket in reducer.buckets}
             assert buckets == {place.name}
             slots = {reducer.engine.slot(number).address for number in range(len(reducer.gradients))}
-            found = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
-            assert len(found) == 8
-            assert step == 0 or set(found) <= slots  # buckets are made anew, by the order that the first step shows
-            addresses.append(found)
+            results = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+            assert len(results) == 8
+            assert step == 0 or set(results) <= slots  # buckets are rebuilt in the order observed in the first step
+            addresses.append(results)
         optimizer.step()
     assert_same(model, expected)
     if comm.size > 1:
@@ -118,9 +118,9 @@ def trains_exactly(comm: Any, place: Place, how: str, *, overlap: bool, set_to_n
 
 
 def accumulates(comm: Any, place: Place) -> None:
-    """Two backwards for each step; the first one reduces nothing."""
+    """Two backward passes make a step; the first one reduces nothing."""
     with place.host():
-        expected = alone(comm, passes=2)
+        expected = train_alone(comm, passes=2)
     model = Sum().to(place.device)
     called, optimizer = wrapped(comm, model, "DistributedOptimizer", backward_passes_per_step=2, overlap=True)
     for step in range(STEPS):
@@ -132,7 +132,7 @@ def accumulates(comm: Any, place: Place) -> None:
 
 
 def keeps_gradients(comm: Any, place: Place) -> None:
-    """What somebody keeps over a step stays what it was: the bucket moves, and back."""
+    """A gradient that user code keeps over a step does not change: the bucket moves, and moves back."""
     model = Sum().to(place.device)
     called, optimizer = wrapped(comm, model, "DistributedOptimizer", overlap=True)
     kept: list[tuple[Tensor, Tensor]] = []
@@ -147,11 +147,11 @@ def keeps_gradients(comm: Any, place: Place) -> None:
     for gradient, values in kept:
         assert torch.equal(gradient.cpu(), values)
     with place.host():
-        assert_same(model, alone(comm))
+        assert_same(model, train_alone(comm))
 
 
 def host_and_device(comm: Any, place: Place) -> None:
-    """A model has parameters in both places: each gets buckets there. Those of float64 are on the host here."""
+    """A model has parameters on host and device, and each place has its own buckets. Here float64 is on the host."""
     left = nn.Linear(4, 3, bias=False).to(place.device)
     right = nn.Linear(4, 3, bias=False, dtype=torch.float64)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Bodies of tests: verbs on tensors of a device, in the order of calls and by name. See `place`."""
+"""Bodies of tests: verbs on tensors of a device, in call order and by name. See `place`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.torch_adapter.place import Place
 
 
 def there(place: Place, got: Any) -> Tensor:
-    """Return a result as a tensor of the host; it has to be on the device."""
+    """Check that a result is on the device, and return it as a host tensor."""
     assert isinstance(got, Tensor)
     assert got.device.type == place.device
     return got.detach().cpu()
@@ -26,7 +26,7 @@ def total(parts: list[Tensor]) -> Tensor:
 
 
 def reductions(comm: Any, place: Place, dtype: torch.dtype, form: str = "plain") -> None:
-    """all_reduce, reduce and reduce_scatter, waiting and not, into new tensors and in place."""
+    """Run all_reduce, reduce and reduce_scatter, blocking and not, into new tensors and in place."""
     parts = values.everyone(comm, dtype, form)
     last, expected = comm.size - 1, total(parts)
 
@@ -62,7 +62,7 @@ def reductions(comm: Any, place: Place, dtype: torch.dtype, form: str = "plain")
 
 
 def movement(comm: Any, place: Place, dtype: torch.dtype) -> None:
-    """All verbs that move data, waiting and not."""
+    """Run all verbs that move data, blocking and not."""
     size, rank, last = comm.size, comm.rank, comm.size - 1
     parts = values.everyone(comm, dtype)
     mine = place.put(parts[rank])
@@ -100,7 +100,7 @@ def movement(comm: Any, place: Place, dtype: torch.dtype) -> None:
     assert ct.send_recv(mine, around[0], room, around[1], ranks=comm) is room
     values.check(there(place, room), parts[around[1]])
     if size > 1 and rank < 2:
-        turned = place.put(parts[rank].t())  # what is received goes where it belongs, whatever the strides
+        turned = place.put(parts[rank].t())  # data is received into the right elements, whatever the strides
         if rank == 0:
             ct.send(turned, 1, 5, ranks=comm)
         else:
@@ -109,7 +109,7 @@ def movement(comm: Any, place: Place, dtype: torch.dtype) -> None:
 
 
 def by_name(comm: Any, place: Place) -> None:
-    """Operations by name, in another order on each rank, and groups of them."""
+    """Submit operations by name, in a different order on each rank, and groups of them."""
     parts = values.everyone(comm)
     mine = place.put(parts[comm.rank])
     names = [f"tensor {number}" for number in range(3)]
@@ -143,7 +143,7 @@ def rows_of(parts: list[Tensor]) -> list[Tensor]:
 
 
 def gradients_by_name(comm: Any, place: Place) -> None:
-    """Operations by name can be differentiated where they can on the host, with the same gradients."""
+    """Operations by name have the same gradients as on the host."""
     rank, size = comm.rank, comm.size
 
     def gradients(put: Any) -> list[Tensor]:
@@ -166,7 +166,7 @@ def gradients_by_name(comm: Any, place: Place) -> None:
 
 
 def gradients(comm: Any, place: Place) -> None:
-    """The ordered verbs can be differentiated, with the gradients of one process."""
+    """The ordered verbs have the gradients of one process."""
     for case in verb_gradients.CASES.values():
 
         def differentiate(x: Any, weights: Any, case: verb_gradients.Case = case) -> tuple[Any, Any, Any]:
@@ -181,18 +181,18 @@ def gradients(comm: Any, place: Place) -> None:
 
 
 def moves(comm: Any, place: Place) -> None:
-    """What layers of tensor parallelism are made of, forward and backward."""
+    """The moves of tensor parallelism, forward and backward."""
     parts = [values.of(rank, torch.float64, rows=2 * comm.size) for rank in range(comm.size)]
 
     def run(put: Any) -> list[Tensor]:
-        found = []
+        results = []
         for move in (ct.tensor.copy, ct.tensor.reduce, ct.tensor.scatter, ct.tensor.gather, ct.tensor.reduce_scatter):
             x = put(parts[comm.rank]).requires_grad_()
             y = move(x, comm)
             y.square().sum().backward()
             assert x.grad is not None
-            found += [y.detach(), x.grad]
-        return found
+            results += [y.detach(), x.grad]
+        return results
 
     with place.host():
         expected = run(torch.Tensor.clone)

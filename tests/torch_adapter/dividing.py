@@ -1,4 +1,4 @@
-"""With equals without: a divided model beside the plain one, in values and gradients."""
+"""Comparisons of a divided model with the plain one: values and gradients are equal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOLERANCE = 1e-12
 
 
 class Pair(NamedTuple):
-    """A plain model, and the same one divided."""
+    """A plain model and its divided copy."""
 
     plain: Any
     divided: Any
 
 
 def pair(axis: Communicator, make: Callable[[], nn.Module], plan: Plan, seed: int = 0) -> Pair:
-    """Return a model in float64 without and with a plan."""
+    """Build a plain model in float64, and the same one divided by a plan."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         plain = make().double()
@@ -41,7 +41,7 @@ def random(*shape: int, seed: int = 1) -> Tensor:
 
 
 def shard(x: Tensor, axis: Communicator, dim: int | None) -> Tensor:
-    """Return this rank's shard along a dimension; all of it for None."""
+    """Return this rank's shard along a dimension, or everything for None."""
     if dim is None:
         return x
     start, stop = even(x.shape[dim], axis.size).slice_of(axis.rank)
@@ -49,12 +49,12 @@ def shard(x: Tensor, axis: Communicator, dim: int | None) -> Tensor:
 
 
 def own_head(axis: Communicator, dim: int = -1) -> Callable[[Tensor], Tensor]:
-    """Return what cuts this rank's part of an output that stays divided."""
+    """Return a function that cuts this rank's part out of an output that stays divided."""
     return lambda whole: shard(whole, axis, dim)
 
 
 def assert_equal(got: Tensor | None, expected: Tensor | None, what: str = "", tolerance: float = TOLERANCE) -> None:
-    """Compare, relative to the largest element."""
+    """Compare tensors relative to the largest element."""
     if got is None or expected is None:
         assert got is expected, what
         return
@@ -65,9 +65,9 @@ def assert_equal(got: Tensor | None, expected: Tensor | None, what: str = "", to
     )
 
 
-def assert_same_gradients(found: Pair, tolerance: float = TOLERANCE) -> None:
-    """Compare the gradients of all weights: those of shards with parts of the plain ones."""
-    for (name, plain), divided in zip(found.plain.named_parameters(), found.divided.parameters(), strict=True):
+def assert_same_gradients(models: Pair, tolerance: float = TOLERANCE) -> None:
+    """Compare the gradients of all weights: shards with the matching parts of the plain ones."""
+    for (name, plain), divided in zip(models.plain.named_parameters(), models.divided.parameters(), strict=True):
         expected, held = plain.grad, shard_of(divided)
         if held is not None and expected is not None:
             expected = torch.from_numpy(held.own(expected.numpy()))
@@ -76,26 +76,26 @@ def assert_same_gradients(found: Pair, tolerance: float = TOLERANCE) -> None:
 
 def check(
     axis: Communicator,
-    found: Pair,
+    models: Pair,
     *inputs: Tensor,
     shards: int | None = None,
     part: Callable[[Tensor], Tensor] = lambda whole: whole,
     **options: Any,
 ) -> None:
-    """Compare outputs, and gradients of inputs and weights, of a loss with other factors for each output.
+    """Compare outputs, and gradients of inputs and weights, for a loss with a different factor for each output.
 
     shards: the dimension along which inputs are divided. part: this rank's part of the output.
     """
     whole = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     own = [shard(x, axis, shards).detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    expected, got = found.plain(*whole, **options), found.divided(*own, **options)
+    expected, got = models.plain(*whole, **options), models.divided(*own, **options)
     factors = random(*expected.shape, seed=9)
     assert_equal(got, part(expected), "output")
-    for model in found:
+    for model in models:
         model.zero_grad()
     (expected * factors).sum().backward()
     (got * part(factors)).sum().backward()
     for index, (one, other) in enumerate(zip(own, whole, strict=True)):
         if other.grad is not None:
             assert_equal(one.grad, shard(other.grad, axis, shards), f"input {index}")
-    assert_same_gradients(found)
+    assert_same_gradients(models)

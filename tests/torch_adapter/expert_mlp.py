@@ -1,4 +1,4 @@
-"""An MLP of a user's, to be made experts of."""
+"""A user's MLP that becomes experts."""
 
 from __future__ import annotations
 

@@ -19,25 +19,25 @@ TOLERANCE = 2e-5
 
 def single(comm: Communicator) -> Communicator:
     """Return the communicator of this rank alone. Collective."""
-    found = comm.split(comm.rank, name="alone")
-    assert found is not None
-    return found
+    group = comm.split(comm.rank, name="alone")
+    assert group is not None
+    return group
 
 
 def tokens(comm: Communicator, *, rows: Sequence[int] | None = None, length: int = 5, seed: int = 0) -> list[Tensor]:
-    """Return the tokens of each rank: [rows, length, WIDTH]; rows: of each, by default 3 on all."""
+    """Return the tokens of each rank, [rows, length, WIDTH]. rows: their number on each rank, by default 3."""
     generator = torch.Generator().manual_seed(seed)
     counts = list(rows or [3] * comm.size)[: comm.size]
     return [torch.randn(count, length, WIDTH, generator=generator, dtype=torch.float64) for count in counts]
 
 
-def made(make: Callable[[Any], nn.Module], ranks: Any) -> nn.Module:
+def build_layer(make: Callable[[Any], nn.Module], ranks: Any) -> nn.Module:
     torch.manual_seed(1)
     return make(ranks).double()
 
 
 def step(model: nn.Module, x: Tensor, auxiliary: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs, the auxiliary loss and the gradient of the inputs, of a loss that is a sum over tokens."""
+    """Return the outputs, the auxiliary loss, and the gradient of the inputs for a loss that sums over tokens."""
     x = x.clone().requires_grad_()
     torch.manual_seed(5)
     y = model(x)
@@ -52,7 +52,7 @@ def near(got: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE)
 
 
 def compare_gradients(comm: Communicator, model: nn.Module, whole: nn.Module, tolerance: float = TOLERANCE) -> None:
-    """Compare gradients, after those of what all ranks have were added up, with those of the one with all tokens."""
+    """Sum gradients of replicated weights over ranks, and compare all with the layer that has all tokens."""
     expected = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name

@@ -1,6 +1,6 @@
-"""Torch's CPU tensors as tensors of a device that is host memory: torch computes at once, commlib's part is late.
+"""Torch's CPU tensors as tensors of a device in host memory: torch computes at once, commlib's work is late.
 
-So whoever forgets to wait for commlib gets poison, NaN mostly. What torch calls its stream is the host itself.
+Code that forgets to wait for commlib reads poison, mostly NaN. The host itself acts as torch's stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.late import LATE
 
 
 class _Event:
-    """What the host has done has happened."""
+    """An event that has already completed."""
 
     def done(self) -> bool:
         return True
@@ -29,7 +29,7 @@ class _Event:
 
 
 class _AtOnce:
-    """The queue of a stream on which all is done when it is queued."""
+    """A stream's queue that runs its work immediately."""
 
     def put(self, work: Callable[[], Any]) -> None:
         work()
@@ -48,9 +48,9 @@ class HostStream:
 
 
 class HostTensors:
-    """See `commlib_torch.devices.DeviceBackend`, and `place.Place`. is_there: the CPU tensors on the device.
+    """See `commlib_torch.devices.DeviceBackend` and `place.Place`. is_there: CPU tensors are on the device.
 
-    core: the core's device. stream: one of it that does all at once.
+    core: the core's device. stream: a stream of it that runs its work immediately.
     """
 
     device = "cpu"
@@ -62,7 +62,7 @@ class HostTensors:
         self._end = devices.register("cpu", self)
 
     def close(self) -> None:
-        """Let CPU tensors be the host's again."""
+        """Return CPU tensors to the host."""
         self._end()
 
     # A place

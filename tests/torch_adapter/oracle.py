@@ -60,7 +60,7 @@ def assert_close(got: Any, expected: Any, tolerance: float = 1e-12) -> None:
 
 
 def assert_same_everywhere(comm: Any, tensors: Sequence[Tensor | None]) -> None:
-    """Every rank has the same bits."""
+    """Check that every rank has the same bits."""
     bits = [None if t is None else t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
     for other in comm.all_gather_object(bits):
         assert other == bits

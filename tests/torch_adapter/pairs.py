@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Mlp(nn.Module):
-    """A pair with a function between its layers. width: of what the first one gives."""
+    """A pair with a function between its layers. width: the number of features of the first one."""
 
     def __init__(self, function: Any, width: int = 12) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Mlp(nn.Module):
 
 
 class Two(nn.Module):
-    """A pair that stands in question, and one beside it that is right."""
+    """A questionable pair, and a valid one next to it."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Two(nn.Module):
 
 
 def is_right(plain: Any, divided: Any, x: Tensor) -> None:
-    """Outputs and gradients of inputs are those of one process."""
+    """Check that outputs and gradients of inputs match one process."""
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     outputs = [model(one) for model, one in zip((plain, divided), inputs, strict=True)]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-10)

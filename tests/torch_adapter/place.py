@@ -1,4 +1,4 @@
-"""Place: a device on which the bodies of tests in `device_verbs` and `device_training` put tensors."""
+"""Place: a device for the tensors of the tests in `device_verbs` and `device_training`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class Place(Protocol):
-    """A device of host memory (see `late`), or a GPU. device: what torch calls it; name: what the core does."""
+    """A device in host memory (see `late`), or a GPU. device: torch's name for it; name: the core's."""
 
     device: str
     name: str
 
     def put(self, values: Tensor) -> Tensor:
-        """Return a copy there of a tensor of the host; it comes to be there late, if torch itself can be late."""
+        """Copy a host tensor to the device. The copy arrives late if torch itself can be late."""
         ...
 
     def host(self) -> AbstractContextManager[Any]:
-        """Let tensors on the CPU be the host's, within a `with`."""
+        """Treat CPU tensors as the host's within a `with`."""
         ...

@@ -1,4 +1,4 @@
-"""Several backward passes for one step."""
+"""Gradient accumulation: several backward passes in one step."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ TINY = 1e-4
 
 
 def expected_gradients(comm: Any, steps: range, scale: float = 1.0) -> list[Tensor | None]:
-    """Gradients, added up over some batches, of one process."""
+    """Return the gradients of one process, summed over some batches."""
     network = model()
     for step in steps:
         (scale * loss_of(network, batch(comm, step))).backward()
@@ -42,7 +42,7 @@ def test_no_sync(comm: Any, wrapper: str, op: Any, overlap: bool) -> None:
         if comm.size > 1:
             assert (
                 len({str(everyone) for everyone in comm.all_gather_object(str(local))}) == comm.size
-            )  # on this rank only
+            )  # on one rank only
         loss_of(network, mine(comm, batch(comm, 2))).backward()
         assert_close(gradients_of(network), expected_gradients(comm, range(3), comm.size if op == "sum" else 1))
         assert_same_everywhere(comm, gradients_of(network))
@@ -56,20 +56,20 @@ def test_no_sync(comm: Any, wrapper: str, op: Any, overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_a_second_backward_before_the_step_adds_to_what_was_reduced(comm: Any, op: Any) -> None:
+def test_a_second_backward_adds_to_reduced_gradients(comm: Any, op: Any) -> None:
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), bucket_cap_mib=TINY, op=op)
     for step in range(3):
         loss_of(network, mine(comm, batch(comm, step))).backward()
-        if step == 1:  # one more on this rank only, between two that reduce
+        if step == 1:  # an additional local pass on one rank, between two passes that reduce
             with optimizer.no_sync():
                 loss_of(network, mine(comm, batch(comm, 3))).backward()
     assert_close(gradients_of(network), expected_gradients(comm, range(4), comm.size if op == "sum" else 1))
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_what_was_reduced_is_kept_by_a_backward_that_does_not_touch_it(comm: Any, op: Any) -> None:
-    """A gradient of an earlier pass counts once, although its parameter is not ready in the later one."""
+def test_a_backward_leaves_reduced_gradients_of_unused_parameters_alone(comm: Any, op: Any) -> None:
+    """A gradient of an earlier pass counts once if the later pass does not touch its parameter."""
     scale = comm.size if op == "sum" else 1
     one, two = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
     parameters = [*one.parameters(), *two.parameters()]
@@ -99,7 +99,7 @@ def test_backward_passes_per_step(comm: Any, passes: int, overlap: bool) -> None
             loss_of(alone, batch(comm, window * passes + number)).backward()
         if comm.size > 1:
             assert optimizer.statistics.reductions == window + 1
-        assert_close(gradients_of(network), gradients_of(alone))  # the passes are added up
+        assert_close(gradients_of(network), gradients_of(alone))  # passes are summed
         for someone in (optimizer, plain):
             someone.step()
             someone.zero_grad()
@@ -107,7 +107,7 @@ def test_backward_passes_per_step(comm: Any, passes: int, overlap: bool) -> None
 
 
 def test_the_last_window_may_be_shorter(comm: Any) -> None:
-    """step() reduces what was accumulated, and the next window is a full one again."""
+    """step() reduces the accumulated gradients, and the next window has its full length again."""
     network, alone = model(), model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), backward_passes_per_step=3)
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -124,7 +124,7 @@ def test_the_last_window_may_be_shorter(comm: Any) -> None:
 
 
 def test_no_sync_up_to_the_step(comm: Any) -> None:
-    """Without any backward that reduces, step() does, instead of letting the ranks part."""
+    """If no backward reduces, step() does, so that ranks do not diverge."""
     network, alone = model(), model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     with optimizer.no_sync():
@@ -136,7 +136,7 @@ def test_no_sync_up_to_the_step(comm: Any) -> None:
 
 
 def test_accumulation_in_parts_of_the_model(comm: Any) -> None:
-    """In the passes of one step different parameters get gradients, on different ranks."""
+    """In one step, different passes and different ranks produce gradients of different parameters."""
     network = model()
     alone = model()
     optimizer: Any = DistributedOptimizer(
@@ -161,7 +161,7 @@ def test_accumulation_in_parts_of_the_model(comm: Any) -> None:
     optimizer.step()
 
 
-def test_zero_grad_gives_up_what_was_accumulated(comm: Any) -> None:
+def test_zero_grad_discards_accumulated_gradients(comm: Any) -> None:
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), backward_passes_per_step=2)
     loss_of(network, mine(comm, batch(comm, 7))).backward()

@@ -1,4 +1,4 @@
-"""Attention of blocks with its log-sum-exp: products are the CPU's operators, and operators are tried before use."""
+"""Attention of blocks with its log-sum-exp: it uses the CPU's operators, and checks operators before use."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 @pytest.mark.parametrize(("heads", "of_keys"), [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize(("queries", "keys", "causal"), [(9, 9, True), (9, 5, False), (1, 7, False), (5, 9, True)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_products_are_the_operators_of_the_cpu(
+def test_block_attention_matches_the_operators_of_the_cpu(
     dtype: torch.dtype, queries: int, keys: int, causal: bool, heads: int, of_keys: int, most_scores: int
 ) -> None:
-    """The log-sum-exp that the backward gets is that over more keys than these."""
+    """The backward receives a log-sum-exp over more keys than these."""
     q, gradient = (drawn(2, heads, queries, 6, dtype=dtype, seed=seed) for seed in (0, 1))
     k, v = (drawn(2, of_keys, keys, 6, dtype=dtype, seed=seed) for seed in (2, 3))
     products, operators = MatmulAttention(most_scores), FusedAttention()
@@ -40,7 +40,7 @@ def test_products_are_the_operators_of_the_cpu(
     out, lse = wanted[0], wanted[1] + 0.25
     got += products.backward(gradient, q, k, v, out, lse, causal, 0.4)
     wanted += operators.backward(gradient, q, k, v, out, lse, causal, 0.4)
-    # Products in float32 are rounded once at the end; operators round weights of halves, too.
+    # Products in float32 are rounded once at the end; operators also round weights in half precision.
     near = 8 * torch.finfo(dtype).eps
     for one, other in zip(got, wanted, strict=True):
         assert one.shape == other.shape
@@ -48,30 +48,30 @@ def test_products_are_the_operators_of_the_cpu(
         assert float((one.double() - other.double()).abs().max()) <= near * max(1.0, float(other.double().abs().max()))
 
 
-def test_what_attends_where() -> None:
+def test_each_device_has_its_attention_operators() -> None:
     assert isinstance(choose_kernel(torch.zeros(1)), FusedAttention)
     assert isinstance(choose_kernel(torch.zeros(1, device="meta")), MatmulAttention)
 
 
-def test_operators_that_do_what_they_should_pass() -> None:
+def test_correct_operators_pass() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert trial(FusedAttention(), CPU, dtype) == ""
         assert trial(MatmulAttention(100), CPU, dtype) == ""
 
 
 def test_a_default_device_changes_nothing() -> None:
-    """The trial drew its numbers there with a generator of the CPU, which PyTorch refuses."""
+    """Regression: the trial drew numbers on the default device with a CPU generator, which PyTorch refuses."""
     with torch.device("meta"):
         assert trial(FusedAttention(), CPU, torch.float32) == ""
 
 
-def test_operators_that_are_not_there_do_not_pass() -> None:
-    """On the CPU there are none of CUDA's."""
+def test_missing_operators_do_not_pass() -> None:
+    """CUDA's operators do not exist on the CPU."""
     assert "aten::_scaled_dot_product_efficient_attention" in trial(EfficientAttention(), CPU, torch.float32)
 
 
 class Changed(FusedAttention):
-    """Operators of another version of PyTorch."""
+    """Operators that behave as in another version of PyTorch."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -95,7 +95,7 @@ class Changed(FusedAttention):
         ("twice", "of k differ by"),
     ],
 )
-def test_operators_that_have_changed_do_not_pass(what: str, why: str) -> None:
+def test_changed_operators_do_not_pass(what: str, why: str) -> None:
     import re
 
     assert re.match(why, trial(Changed(what), CPU, torch.float32))

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state of one rank for all."""
+"""Broadcast of one rank's parameters and optimizer state to all ranks."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_bad_parameters(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("odd", [{"a": torch.zeros(3)}, {"b": torch.zeros(2)}, {"a": torch.zeros(2).double()}, {}])
-def test_ranks_that_have_other_tensors(comm: Any, odd: dict[str, Tensor]) -> None:
+def test_ranks_with_different_tensors_are_refused(comm: Any, odd: dict[str, Tensor]) -> None:
     with pytest.raises(MismatchError, match="tensors to broadcast"):
         broadcast_parameters(odd if comm.rank == comm.size - 1 else {"a": torch.zeros(2)})
 
@@ -74,7 +74,7 @@ OPTIMIZERS: dict[str, Any] = {
     "tensor lr": lambda p, lr: torch.optim.Adam(p, lr=torch.tensor(lr)),
     "groups": lambda p, lr: torch.optim.RMSprop([{"params": p[:2], "lr": lr}, {"params": p[2:]}], lr=0.5, momentum=0.1),
     "lbfgs": lambda p, lr: torch.optim.LBFGS(p, lr=lr, max_iter=3, history_size=2),
-    "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr=lr),  # has state from the start
+    "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr=lr),  # has state before the first step
 }
 
 
@@ -89,7 +89,7 @@ def train_locally(optimizer: torch.optim.Optimizer, network: nn.Module, data: tu
 
 
 def plain(value: Any) -> Any:
-    """A state dict in a form that can be compared."""
+    """Convert a state dict to a form that can be compared."""
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), value.tolist())
     if isinstance(value, dict):
@@ -114,16 +114,16 @@ def test_broadcast_optimizer_state(comm: Any, kind: str, who: str) -> None:
     after = plain(optimizer.state_dict())
     assert after == (before if comm.rank == root else after)
     assert comm.all_gather_object(after) == [after] * comm.size
-    assert_close(parameters_of(network), weights, 0)  # no step was run
+    assert_close(parameters_of(network), weights, 0)  # no step has run
     assert all(parameter.grad is None for parameter in network.parameters()) or stepped
     broadcast_parameters(network.state_dict(), root)
-    for step in range(2):  # and all go on alike
+    for step in range(2):  # training continues identically on all ranks
         train_locally(optimizer, network, batch(comm, step))
     assert_same_everywhere(comm, parameters_of(network))
 
 
 def test_restart_from_a_checkpoint_of_one_rank(comm: Any) -> None:
-    """Rank 0 alone loads; training goes on as if it had not stopped."""
+    """Rank 0 alone loads the checkpoint; training continues as if it had not stopped."""
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.Adam(network.parameters(), lr=0.05))
 
@@ -151,10 +151,10 @@ def test_restart_from_a_checkpoint_of_one_rank(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_optimizers_with_other_groups(comm: Any) -> None:
+def test_optimizers_with_different_groups_are_refused(comm: Any) -> None:
     network = model()
     parameters = list(network.parameters())
     optimizer = torch.optim.SGD(parameters[: 3 if comm.rank else 4], lr=0.1)
     with pytest.raises(MismatchError, match="optimizer parameter groups"):
         broadcast_optimizer_state(optimizer)
-    assert broadcast(torch.tensor(comm.rank), 1).item() == 1  # and go on
+    assert broadcast(torch.tensor(comm.rank), 1).item() == 1  # communication still works

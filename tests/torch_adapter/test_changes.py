@@ -1,4 +1,4 @@
-"""What a loop changes after a model was wrapped: parameters that come or thaw, kinds; a backward that was caught."""
+"""Changes to a wrapped model during training: added or unfrozen parameters, other dtypes, and a caught backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY = 1e-4
 
 
 class Added(nn.Module):
-    """A layer and a low-rank one beside it, as LoRA adds."""
+    """A layer with a low-rank branch, as LoRA adds it."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -57,36 +57,36 @@ def change(network: nn.Sequential, how: str, seed: int) -> None:
 
 @pytest.mark.parametrize("how", ["thawed", "head", "assign", "weight norm", "adapter", "converted", "frozen"])
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_a_module_takes_in_what_it_did_not_see(comm: Any, how: str, op: Any) -> None:
-    """Parameters that came after DataParallel was made were not reduced, without a word."""
+def test_a_module_reduces_parameters_added_later(comm: Any, how: str, op: Any) -> None:
+    """Regression: DataParallel silently did not reduce parameters that were added after wrapping."""
     network, alone = model(), model()
     if how == "thawed":
         network[2].requires_grad_(False)
         alone[2].requires_grad_(False)
     called = DataParallel(network, bucket_cap_mib=TINY, op=op)
     for own in (network, alone):
-        seed = comm.rank if own is network else 0  # rank 0 says what values are
+        seed = comm.rank if own is network else 0  # rank 0's values count
         plain = torch.optim.SGD(own.parameters(), lr=0.1)
         scale = 1 if own is network or op == "mean" else comm.size
         for step in range(5):
             if step == 2:
                 change(own, how, seed)
                 plain = torch.optim.SGD(own.parameters(), lr=0.1)
-            if step != 4:  # at last what was reduced is added to
+            if step != 4:  # the last step adds to reduced gradients
                 plain.zero_grad()
             data = mine(comm, batch(comm, step)) if own is network else batch(comm, step)
             (scale * loss_of(called if own is network else own, data)).backward()
-            for parameter in own.parameters():  # out of place, as some clip
+            for parameter in own.parameters():  # out of place, as some clipping code does
                 parameter.grad = None if parameter.grad is None else parameter.grad.clamp(-0.1, 0.1)
             plain.step()
-    # Where ranks' own sums round to float32 and back, some round the other way: 2**-24, relative.
+    # Ranks' own sums round to float32 and back, and some round in the other direction: 2**-24, relative.
     assert_close(parameters_of(network), parameters_of(alone), 1e-6 if how == "converted" else 1e-11)
     assert_same_everywhere(comm, parameters_of(network))
 
 
 @pytest.mark.parametrize("how", ["thawed", "group", "adasum"])
-def test_an_optimizer_takes_in_what_thaws(comm: Any, how: str) -> None:
-    """It refused parameters that were unfrozen; with Adasum it left them out, and ranks parted."""
+def test_an_optimizer_reduces_parameters_unfrozen_later(comm: Any, how: str) -> None:
+    """Regression: unfrozen parameters were refused, or with Adasum left out, so that ranks diverged."""
     network, alone = model(), model()
     for own in (network, alone):
         own[2].requires_grad_(False)
@@ -104,7 +104,7 @@ def test_an_optimizer_takes_in_what_thaws(comm: Any, how: str) -> None:
                 if how == "group":
                     plain.param_groups[0]["params"] += list(own[2].parameters())
             plain.zero_grad()
-            equal = batch(comm, 0)  # Adasum of equal steps is one of them
+            equal = batch(comm, 0)  # Adasum of equal steps is one such step
             data = equal if how == "adasum" else mine(comm, batch(comm, step)) if own is network else batch(comm, step)
             loss_of(own, data).backward()
             plain.step()
@@ -113,8 +113,8 @@ def test_an_optimizer_takes_in_what_thaws(comm: Any, how: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_gradients_put_there_by_hand(comm: Any) -> None:
-    """DataParallel reduces what backward makes; ranks parted where gradients came from torch.autograd.grad."""
+def test_manually_assigned_gradients_need_synchronize(comm: Any) -> None:
+    """Without synchronize() a step raises. Regression: ranks diverged if gradients came from torch.autograd.grad."""
     for op in ("mean", "sum"):
         network, alone = model(), model()
         called = DataParallel(network, op=op)
@@ -122,8 +122,8 @@ def test_gradients_put_there_by_hand(comm: Any) -> None:
 
         def by_hand(own: nn.Module, data: Any, scale: int = 1, each: Any = None) -> None:
             each.zero_grad()
-            found = torch.autograd.grad(scale * loss_of(own, data), list(each.param_groups[0]["params"]))
-            for parameter, gradient in zip(each.param_groups[0]["params"], found, strict=True):
+            result = torch.autograd.grad(scale * loss_of(own, data), list(each.param_groups[0]["params"]))
+            for parameter, gradient in zip(each.param_groups[0]["params"], result, strict=True):
                 parameter.grad = gradient
 
         for step in range(3):
@@ -133,7 +133,7 @@ def test_gradients_put_there_by_hand(comm: Any) -> None:
                     plain.step()
             called.synchronize()
             plain.step()
-            plain.step()  # a second step with what was reduced is right
+            plain.step()  # a second step on reduced gradients is correct
             by_hand(alone, batch(comm, step), comm.size if op == "sum" else 1, each=other)
             other.step()
             other.step()
@@ -143,8 +143,8 @@ def test_gradients_put_there_by_hand(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("wrapper", ["optimizer", "closure", "module"])
-def test_a_gradient_put_there_by_hand_after_a_backward(comm: Any, wrapper: str, op: Any) -> None:
-    """Where a backward had reduced others in the same step it stayed this rank's own, and ranks parted."""
+def test_a_gradient_assigned_after_a_backward_is_reduced(comm: Any, wrapper: str, op: Any) -> None:
+    """Regression: it stayed local if a backward had reduced others in the same step, and ranks diverged."""
     network, alone = model(), model()
     factor = comm.size if op == "sum" else 1
     plain, other = torch.optim.SGD(network.parameters(), lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -183,8 +183,8 @@ def test_a_gradient_put_there_by_hand_after_a_backward(comm: Any, wrapper: str, 
 
 
 @pytest.mark.ranks(min=2)
-def test_a_gradient_put_there_by_hand_on_one_rank_only(comm: Any) -> None:
-    """The others did not reduce it: it was this rank's alone. Now all are told, and go on with the next step."""
+def test_a_gradient_assigned_on_one_rank_only_is_refused(comm: Any) -> None:
+    """Regression: the others did not reduce it. Now all ranks raise an error, and continue with the next step."""
     network = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), network.named_parameters())
     for step in range(2):
@@ -209,8 +209,8 @@ def test_a_gradient_put_there_by_hand_on_one_rank_only(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_step_with_what_no_sync_accumulated(comm: Any) -> None:
-    """With DataParallel each rank stepped by itself without a word. One that means it steps under no_sync, too."""
+def test_a_step_with_gradients_accumulated_under_no_sync(comm: Any) -> None:
+    """Regression: with DataParallel each rank silently stepped alone. An intended local step runs under no_sync."""
     network, alone, head = model(), model(), nn.Linear(3, 1).double()
     called = DataParallel(network)
     plain, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (network, alone))
@@ -219,7 +219,7 @@ def test_a_step_with_what_no_sync_accumulated(comm: Any) -> None:
         head(called(mine(comm, batch(comm))[0])).mean().backward()
     beside.step()
     for parameter in network.parameters():
-        parameter.grad = None  # given up, which nobody hears of
+        parameter.grad = None  # discarded, which nothing notices
     plain.step()
     with called.no_sync():
         loss_of(called, mine(comm, batch(comm))).backward()
@@ -233,7 +233,7 @@ def test_a_step_with_what_no_sync_accumulated(comm: Any) -> None:
     plain.zero_grad()
     with called.no_sync():
         loss_of(called, mine(comm, batch(comm, 1))).backward()
-        plain.step()  # local, and said so
+        plain.step()  # an explicitly local step
     plain.zero_grad()
     loss_of(called, mine(comm, batch(comm, 1))).backward()
     plain.step()
@@ -243,8 +243,8 @@ def test_a_step_with_what_no_sync_accumulated(comm: Any) -> None:
 @pytest.mark.parametrize("wrapper", ["optimizer", "module"])
 @pytest.mark.parametrize("first", ["hook", "wrapper"])
 def test_a_step_within_backward_is_refused(comm: Any, wrapper: str, first: str) -> None:
-    """A hook that steps each parameter by itself came before the reduction, and ranks parted."""
-    network = nn.Linear(6, 3, bias=False).double()  # the only one: nothing tells of it but its own step
+    """Regression: a hook that steps each parameter ran before the reduction, and ranks diverged."""
+    network = nn.Linear(6, 3, bias=False).double()  # the only parameter: only its own step reveals the problem
     own = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in network.parameters()}
 
     def step(parameter: Any) -> None:
@@ -280,7 +280,7 @@ def test_a_step_within_backward_is_refused(comm: Any, wrapper: str, first: str) 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("wrapper", ["optimizer", "module"])
-def test_ranks_that_take_in_other_parameters_are_told(comm: Any, wrapper: str) -> None:
+def test_ranks_that_add_different_parameters_are_refused(comm: Any, wrapper: str) -> None:
     network = model()
     network[2].requires_grad_(False)
     plain: Any = torch.optim.SGD(network.parameters(), lr=0.1)
@@ -300,17 +300,17 @@ def test_ranks_that_take_in_other_parameters_are_told(comm: Any, wrapper: str) -
 
 
 class Kinds(nn.Module):
-    """Parameters of every kind that trains."""
+    """Parameters of every dtype that can be trained."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
-        def made(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+        def build(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.complex128).to(dtype))
 
-        self.complex128, self.complex64 = made(3, 4, dtype=torch.complex128), made(5, dtype=torch.complex64)
-        self.number, self.nothing = made(dtype=torch.complex64), nn.Parameter(torch.empty(0, 3))
+        self.complex128, self.complex64 = build(3, 4, dtype=torch.complex128), build(5, dtype=torch.complex64)
+        self.number, self.nothing = build(dtype=torch.complex64), nn.Parameter(torch.empty(0, 3))
         self.doubles, self.halves = nn.Parameter(torch.ones(6).double()), nn.Parameter(torch.ones(4).half())
 
     def forward(self, x: float) -> Tensor:
@@ -319,8 +319,8 @@ class Kinds(nn.Module):
 
 @pytest.mark.parametrize("compression", ["bf16", "fp16", "int8"])
 @pytest.mark.parametrize("predivide", [1.0, 2.0])
-def test_complex_gradients_travel_narrow(comm: Any, compression: str, predivide: float) -> None:
-    """A cast of complex gradients died: they go as pairs of real numbers, each cast."""
+def test_complex_gradients_can_be_compressed(comm: Any, compression: str, predivide: float) -> None:
+    """Regression: the cast of complex gradients failed. They travel as pairs of real numbers, each cast."""
     network, alone = Kinds(), Kinds()
     optimizer: Any = DistributedOptimizer(
         torch.optim.SGD(network.parameters(), lr=0.01),
@@ -334,7 +334,7 @@ def test_complex_gradients_travel_narrow(comm: Any, compression: str, predivide:
         alone.zero_grad()
         torch.stack([alone(1.0 + rank + step) for rank in range(comm.size)]).mean().backward()
         for got, expected in zip(gradients_of(network), gradients_of(alone), strict=True):
-            # A number of 8 bits, which bfloat16 has, is off by 2**-9, on the way there and back.
+            # bfloat16 has 8 bits: an error of 2**-9 in each direction.
             torch.testing.assert_close(got, expected, rtol=0.0, atol=0.01 * (_largest(expected) + 1e-9))
         assert_same_everywhere(comm, [None if g is None else torch.view_as_real(g) if g.is_complex() else g
                                       for g in gradients_of(network)])  # fmt: skip
@@ -347,23 +347,23 @@ def _largest(gradient: Tensor | None) -> float:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("wrapper", ["optimizer", "module"])
 @pytest.mark.parametrize("compression", ["none", "bf16"])
-def test_another_dtype_after_wrapping_is_refused(comm: Any, wrapper: str, compression: str) -> None:
-    """The error was torch's, of an assignment, or with a cast there was none and digits were lost."""
+def test_a_dtype_changed_after_wrapping_is_refused(comm: Any, wrapper: str, compression: str) -> None:
+    """Regression: torch raised an error about an assignment, or with a cast digits were silently lost."""
     network = model(dtype=torch.float32)
     called: Any = network
     if wrapper == "optimizer":
-        made: Any = DistributedOptimizer(
+        wrapped: Any = DistributedOptimizer(
             torch.optim.SGD(network.parameters(), lr=0.1), network.named_parameters(), compression=compression
         )
     else:
-        made = called = DataParallel(network, compression=compression)
+        wrapped = called = DataParallel(network, compression=compression)
     called.double()
     with pytest.raises(UsageError, match=r"4\.bias is torch.float64 .* was torch.float32 .* before you wrap the model"):
         loss_of(called, mine(comm, batch(comm))).backward()
     called.float()
     network.zero_grad()
     if wrapper == "optimizer":
-        made.zero_grad()
+        wrapped.zero_grad()
     loss_of(called, mine(comm, batch(comm, dtype=torch.float32))).backward()
     alone = model(dtype=torch.float32)
     loss_of(alone, batch(comm, dtype=torch.float32)).backward()
@@ -397,8 +397,8 @@ class Fused(nn.Sequential):
 @pytest.mark.parametrize("who", ["all", "one"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("wrapper", ["optimizer", "module", "passes", "no_sync", "int8"])
-def test_a_caught_backward_is_left_out_by_all_ranks(comm: Any, wrapper: str, overlap: bool, who: str) -> None:
-    """zero_grad() and on: the next backward was refused, or the others went on with a part of the gradients."""
+def test_a_caught_backward_is_discarded_by_all_ranks(comm: Any, wrapper: str, overlap: bool, who: str) -> None:
+    """Regression: after zero_grad() the next backward was refused, or other ranks continued with partial gradients."""
     network = Fused(*model())
     plain: Any = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     called: Any = network
@@ -415,7 +415,7 @@ def test_a_caught_backward_is_left_out_by_all_ranks(comm: Any, wrapper: str, ove
     caught = 0
     for step in range(4):
         plain.zero_grad()
-        if wrapper in ("passes", "no_sync"):  # one that only accumulates comes first
+        if wrapper in ("passes", "no_sync"):  # preceded by a pass that only accumulates
             data = batch(comm, 10 + step)
             if wrapper == "no_sync":
                 with plain.no_sync():

@@ -1,4 +1,4 @@
-"""A training that is saved and resumed in new objects is the one that was never interrupted, to the last bit."""
+"""Checkpoints: training resumed in new objects matches uninterrupted training to the last bit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STEPS, STOP = 9, 4
 
 @pytest.fixture
 def folder(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all ranks see."""
+    """A folder that all ranks can access."""
     return Path(comm.broadcast_object(str(tmp_path_factory.mktemp("checkpoints"))))
 
 
 class Training:
-    """A model with dropout and batch statistics, an optimizer and a schedule, as a new process makes them."""
+    """A model with dropout and batch statistics, an optimizer and a schedule, as a new process creates them."""
 
     def __init__(self, comm: Any, **options: Any) -> None:
         torch.manual_seed(1 + comm.rank)
@@ -68,8 +68,8 @@ def test_resumed_training_is_the_same(comm: Any, folder: Path, options: dict[str
 
 
 @pytest.mark.ranks(min=2)
-def test_what_is_each_ranks_own_is_written_by_each(comm: Any, folder: Path) -> None:
-    """BatchNorm's statistics are of a rank's own batches; weights and the optimizer are not."""
+def test_each_rank_writes_its_own_state(comm: Any, folder: Path) -> None:
+    """BatchNorm's statistics come from a rank's own batches; weights and the optimizer are shared."""
     training = Training(comm)
     training.run(range(2))
     place = training.checkpoint(folder, comm).save(2)
@@ -80,7 +80,7 @@ def test_what_is_each_ranks_own_is_written_by_each(comm: Any, folder: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.float64])
-def test_tensors_of_any_dtype_come_back(comm: Any, folder: Path, dtype: torch.dtype) -> None:
+def test_tensors_of_any_dtype_are_restored(comm: Any, folder: Path, dtype: torch.dtype) -> None:
     model = nn.Module()
     for name, shape in (("scalar", ()), ("matrix", (3, 4)), ("empty", (0, 2))):
         model.register_buffer(name, torch.full(shape, 3.0).to(dtype))
@@ -96,7 +96,7 @@ def test_tensors_of_any_dtype_come_back(comm: Any, folder: Path, dtype: torch.dt
         )
 
 
-def test_what_has_no_state_is_refused(comm: Any, folder: Path) -> None:
+def test_an_object_without_state_is_refused(comm: Any, folder: Path) -> None:
     with pytest.raises(UsageError, match="step= must have state_dict and load_state_dict"):
         ct.Checkpoint(folder, ranks=comm, step=3)  # type: ignore[arg-type]
     sparse = nn.Module()

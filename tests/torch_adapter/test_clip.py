@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients: what torch does, with the same bits on all ranks."""
+"""Clipping by the norm of all gradients matches torch, with the same bits on all ranks."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
 
 
 def with_gradients(gradients: list[Tensor | None]) -> list[nn.Parameter]:
-    """Parameters that have these gradients."""
+    """Create parameters with these gradients."""
     parameters = []
     for gradient in gradients:
         like = torch.zeros(2) if gradient is None else torch.zeros(gradient.shape, dtype=gradient.dtype)
@@ -35,7 +35,7 @@ def with_gradients(gradients: list[Tensor | None]) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("max_norm", [0.0, 1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
-def test_as_torch_does(comm: Any, dtype: torch.dtype, max_norm: float) -> None:
+def test_clipping_matches_torch(comm: Any, dtype: torch.dtype, max_norm: float) -> None:
     ours, theirs = with_gradients([*tensors(dtype), None]), with_gradients([*tensors(dtype), None])
     norm = clip_grad_norm_(iter(ours), max_norm)
     expected = nn.utils.clip_grad_norm_(theirs, max_norm)
@@ -63,7 +63,7 @@ def test_without_any_gradient(comm: Any) -> None:
 
 
 def test_gradients_of_any_form(comm: Any) -> None:
-    """Sparse, transposed, and negated ones; a single parameter; others on each rank."""
+    """Sparse, transposed and negated gradients, a single parameter, and different ones on each rank."""
     rows = torch.tensor([[2.0, 3.0], [4.0, 5.0], [-2.0, 3.0]])
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[1, 3, 1]]), rows, (5, 2), check_invariants=True
@@ -96,7 +96,7 @@ def test_bad_arguments(comm: Any, max_norm: float) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_clipping_while_a_rank_has_joined(comm: Any) -> None:
-    """Clipping met all ranks once, and those that had joined were not there."""
+    """Regression: clipping waited for all ranks, including those that had joined."""
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     for step in range(1 + (comm.rank == 0)):
@@ -109,7 +109,7 @@ def test_clipping_while_a_rank_has_joined(comm: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "bf16", "no backward on one rank", "no sync"])
 def test_training_with_clipping(comm: Any, kind: str) -> None:
-    """A method of the optimizer, which reduces first what is not reduced yet."""
+    """The optimizer's clipping method first reduces gradients that are not reduced yet."""
     network, alone = model(), model()
     options: Any = {"compression": Compression.bf16} if kind == "bf16" else {}
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), **options)
@@ -130,7 +130,7 @@ def test_training_with_clipping(comm: Any, kind: str) -> None:
         (loss_of(alone, (rows[0][:present], rows[1][:present])) * present / (4 * comm.size)).backward()
         expected = nn.utils.clip_grad_norm_(alone.parameters(), LIMIT)
         assert expected > LIMIT
-        # bfloat16 keeps 8 bits: 2^-8 relative in each gradient.
+        # bfloat16 has 8 bits: 2^-8 relative in each gradient.
         assert norm.item() == pytest.approx(expected.item(), rel=2.0**-8 if kind == "bf16" else 1e-12)
         its.step()
         its.zero_grad()

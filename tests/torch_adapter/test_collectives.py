@@ -1,4 +1,4 @@
-"""The verbs on tensors: every dtype, any strides, in place and not, at once and as Work."""
+"""The verbs on tensors: every dtype, any strides, in place and not, blocking and as Work."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ ALL = [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]
 
 
 def values(comm: Any, dtype: torch.dtype, rank: int | None = None, shape: tuple[int, ...] = (6, 2)) -> Tensor:
-    """Small whole numbers, other ones on every rank: exact in every dtype."""
+    """Small whole numbers that differ between ranks and are exact in every dtype."""
     rank = comm.rank if rank is None else rank
     numbers = torch.arange(int(np.prod(shape))).reshape(shape) % 5 + rank
     if dtype.is_complex:
@@ -42,7 +42,7 @@ def check(got: Tensor | None, expected: Tensor) -> None:
     assert torch.equal(got, expected)
 
 
-def test_who_am_i(comm: Any) -> None:
+def test_rank_and_size(comm: Any) -> None:
     assert ct.is_initialized()
     assert ct.init() is commlib.world()
     assert (ct.rank(), ct.size()) == (comm.rank, comm.size)
@@ -92,15 +92,15 @@ def test_every_form_of_tensor(comm: Any, form: str, dtype: torch.dtype) -> None:
     expected = torch.stack([make(rank).detach().resolve_conj() for rank in range(comm.size)]).sum(0)
     check(ct.all_reduce(tensor).detach(), expected)
     check(ct.broadcast(tensor, comm.size - 1), make(comm.size - 1).detach())
-    if form != "expanded":  # its elements share memory
+    if form != "expanded":  # the elements of an expanded tensor share memory
         version = tensor._version
-        with torch.no_grad():  # a leaf that requires a gradient is not overwritten otherwise
+        with torch.no_grad():  # otherwise a leaf that requires a gradient cannot be overwritten
             assert ct.all_reduce_(tensor) is tensor
         check(tensor.detach(), expected)
-        assert tensor._version > version  # autograd is told
+        assert tensor._version > version  # autograd detects the write
 
 
-def test_in_place_on_a_saved_tensor_is_noticed_by_autograd(comm: Any) -> None:
+def test_autograd_detects_writes_to_a_saved_tensor(comm: Any) -> None:
     weight = torch.ones(3, requires_grad=True)
     factor = torch.ones(3)
     loss = (weight * factor).sum()
@@ -186,7 +186,7 @@ def test_scans_and_uneven_shards(comm: Any, dtype: torch.dtype) -> None:
 
 
 def test_algorithms(comm: Any) -> None:
-    """Every verb that offers a choice of algorithm passes it on, and refuses an unknown one."""
+    """Every verb with a choice of algorithm passes it on, and refuses an unknown one."""
     mine, parts, root = values(comm, torch.float32), everyone(comm, torch.float32), comm.size - 1
     sums, rows = total(comm, torch.float32), values(comm, torch.float32, shape=(comm.size, 2))
     counts = [6, *[0] * (comm.size - 1)]
@@ -257,7 +257,7 @@ def test_a_group(comm: Any) -> None:
     check(ct.all_reduce(torch.tensor([comm.rank]), ranks=group), torch.tensor([sum(ranks)]))
 
 
-def test_symmetric_memory_is_reduced_where_it_is(comm: Any) -> None:
+def test_symmetric_memory_is_reduced_in_place(comm: Any) -> None:
     array = comm.empty(5000, "bfloat16")
     tensor = ct._bridge.to_tensor(array)
     tensor.fill_(comm.rank + 1)
@@ -266,7 +266,7 @@ def test_symmetric_memory_is_reduced_where_it_is(comm: Any) -> None:
     assert set(array.astype("float32")) == {comm.size * (comm.size + 1) / 2}
 
 
-def test_refused(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match="device meta"):
         ct.all_reduce(torch.empty(2, device="meta"))
     with pytest.raises(UsageError, match="to_dense"):

@@ -1,4 +1,4 @@
-"""torch.compile of models, of verbs and of whole steps: graphs break around what travels between ranks."""
+"""torch.compile of models, verbs and whole steps: graphs break at communication."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps_alone(comm: Any, count: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("wrapper", ["optimizer", pytest.param("module", marks=pytest.mark.long)])
 def test_a_whole_step(comm: Any, wrapper: str) -> None:
-    """The compiler went on into the core, and traced what hands out shared memory."""
+    """Regression: the compiler traced into the core and the allocation of shared memory."""
     torch.compiler.reset()
     network: Any = model()
     called: Any = network
@@ -87,7 +87,7 @@ def test_verbs_within_a_graph(comm: Any) -> None:
 
 
 def test_a_step_of_a_pipeline(comm: Any) -> None:
-    """The compiler went on into the schedule, and made of a context that watches the loss none."""
+    """Regression: the compiler traced into the schedule and dropped a context that watches the loss."""
     torch.compiler.reset()
     torch.manual_seed(0)
     network = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(comm.size + 1)))
@@ -114,14 +114,14 @@ def test_a_step_of_a_pipeline(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("wrapper", ["optimizer", pytest.param("module", marks=pytest.mark.long)])
 def test_compiled_autograd_is_refused_by_name(comm: Any, wrapper: str) -> None:
-    """It never says that a backward has ended: gradients were this rank's own until the step, or for good."""
+    """It does not signal the end of a backward: gradients stayed local until the step, or for good."""
     torch.compiler.reset()
     network: Any = model()
     called: Any = network
     if wrapper == "optimizer":
-        made: Any = ct.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+        wrapped: Any = ct.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     else:
-        made = called = ct.DataParallel(network)
+        wrapped = called = ct.DataParallel(network)
     with torch._dynamo.config.patch(compiled_autograd=True):
         step = torch.compile(lambda *data: loss_of(called, data).backward(), backend="eager")
         with pytest.raises(UsageError, match="compiled autograd"):
@@ -131,12 +131,12 @@ def test_compiled_autograd_is_refused_by_name(comm: Any, wrapper: str) -> None:
     alone = model()
     loss_of(alone, batch(comm)).backward()
     assert_close(gradients_of(network), gradients_of(alone))
-    del made
+    del wrapped
 
 
 @pytest.mark.long
-def test_the_compiler_is_not_loaded_for_that() -> None:
-    """Nothing of it is loaded on import, and it hears of the core whenever it is."""
+def test_importing_the_adapter_does_not_load_the_compiler() -> None:
+    """No part of the compiler is loaded on import; it is configured once it is loaded."""
     code = (
         "import sys, commlib_torch; print('torch._dynamo' in sys.modules); import torch._dynamo, commlib; "
         "print(torch._dynamo.trace_rules.check_file(commlib.__file__).skipped)"
@@ -147,8 +147,8 @@ def test_the_compiler_is_not_loaded_for_that() -> None:
 
 @pytest.mark.parametrize("kind", ["wrapped", pytest.param("in place", marks=pytest.mark.long)])
 @pytest.mark.parametrize("plan", ["auto", pytest.param("named", marks=pytest.mark.long)])
-def test_a_compiled_model_that_is_divided(comm: Any, kind: str, plan: str) -> None:
-    """What looks at a model was traced with it, and layers had names that nobody knows."""
+def test_a_divided_model_can_be_compiled(comm: Any, kind: str, plan: str) -> None:
+    """Regression: the checks were traced with the model, and layers had unknown names."""
     torch.compiler.reset()
     inner: Any = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)).double()
     alone, x = copy.deepcopy(inner), torch.rand(4, 8).double()
@@ -157,10 +157,10 @@ def test_a_compiled_model_that_is_divided(comm: Any, kind: str, plan: str) -> No
         compiled = torch.compile(inner, backend="eager")
     else:
         inner.compile(backend="eager")
-    said: list[str] = []
+    reports: list[str] = []
     given: Any = "auto" if plan == "auto" else {"0": ct.Column(), "2": ct.Row()}
-    divided = ct.parallelize(compiled, comm, given, example=x, report=said.append)
-    assert divided is compiled and not any("_orig_mod" in line for line in said)
+    divided = ct.parallelize(compiled, comm, given, example=x, report=reports.append)
+    assert divided is compiled and not any("_orig_mod" in line for line in reports)
     assert isinstance(inner[0].style, ct.Column)
     for network in (divided, alone):
         network(x).square().sum().backward()

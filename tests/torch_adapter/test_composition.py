@@ -1,4 +1,4 @@
-"""Two features in one training, for pairs that no other test has: the result is that of one process without them.
+"""Pairs of features without another test: training matches one process without these features.
 
 docs/composition.py names these tests in its tables.
 """
@@ -27,13 +27,13 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """Attention and an MLP, or experts. cp: the communicator among which sequences are sharded."""
+    """Attention and an MLP, or experts. cp: the communicator over which sequences are sharded."""
 
     def __init__(self, cp: Any, experts: Any, recompute: bool) -> None:
         super().__init__()
         self.cp, self.recompute = cp, recompute
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        # A capacity and balance per sequence would depend on how sequences are sharded.
+        # A capacity and a balance per sequence would depend on how sequences are sharded.
         options = ct.Experts(4, top_k=2, hidden=6, balance="global")
         self.mlp: Any = nn.Linear(WIDTH, WIDTH) if experts is None else ct.MoE(WIDTH, options, experts)
 
@@ -77,7 +77,7 @@ def sgd(model: Any) -> torch.optim.Optimizer:
 
 
 def alone(comm: Any, rows: int, dtype: torch.dtype, amp: bool, experts: bool) -> dict[str, Tensor]:
-    """Train in one process: without axes, recomputation, compilation or compression."""
+    """Train in one process, without axes, recomputation, compilation or compression."""
     model = make(dtype, experts=comm.split(comm.rank, name="alone") if experts else None)
     batches = [batch(rows, step, dtype) for step in range(STEPS)]
 
@@ -110,7 +110,7 @@ def test_pairs(comm: Any, pair: str) -> None:
     model = make(dtype, cp if cp.size > 1 else None, mesh if experts else None, "recompute" in features)
     graphs: list[Any] = []
     forwards: list[Any] = []
-    if not compiles:  # the compiler breaks graphs at such a hook
+    if not compiles:  # the compiler breaks graphs at this hook
         model[0].qkv.register_forward_hook(lambda *_: forwards.append(1))  # type: ignore[union-attr]
 
     def backend(graph: Any, _: Any) -> Any:
@@ -134,23 +134,23 @@ def test_pairs(comm: Any, pair: str) -> None:
         ct.GradScaler(ranks=mesh, init_scale=8.0) if amp or experts else torch.amp.GradScaler("cpu", init_scale=8.0)
     )
     train(called, optimizer, scaler, [(own(x), own(y)) for x, y in whole], amp, loss_of)
-    found = ct.gather_state_dict(model)
+    result = ct.gather_state_dict(model)
     expected = alone(comm, rows, dtype, amp, experts)
     # Gates of experts are float32.
     tolerance = ROUNDING if amp or compresses else 2e-5 if experts else 1e-9
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    if amp or compresses:  # they had an effect
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    if amp or compresses:  # check that they had an effect
         exact = alone(comm, rows, torch.float64, False, experts)
-        assert any((found[name] - exact[name]).abs().max() > 1e-5 for name in exact)
+        assert any((result[name] - exact[name]).abs().max() > 1e-5 for name in exact)
     assert bool(graphs) == compiles
     assert compiles or len(forwards) == STEPS * (2 if "recompute" in features else 1)
-    assert_same_everywhere(comm, list(found.values()))
+    assert_same_everywhere(comm, list(result.values()))
     mesh.close()
 
 
 @pytest.mark.ranks(min=2)
 def test_stages_under_autocast(comm: Any) -> None:
-    """pp and amp: stages compute in bfloat16, and all of them agree on the scale of the loss."""
+    """pp and amp: stages compute in bfloat16 and agree on the scale of the loss."""
     torch.manual_seed(0)
     layers: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)))
     whole = copy.deepcopy(layers)
@@ -170,8 +170,8 @@ def test_stages_under_autocast(comm: Any) -> None:
         for each, stepping in ((scaler, ours), (single, theirs)):
             each.step(stepping)
             each.update()
-    found = pipe.gather_state_dict()
-    torch.testing.assert_close(found, whole.state_dict(), rtol=ROUNDING, atol=ROUNDING)
+    result = pipe.gather_state_dict()
+    torch.testing.assert_close(result, whole.state_dict(), rtol=ROUNDING, atol=ROUNDING)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert whole(x).dtype == torch.bfloat16
     pipe.close()

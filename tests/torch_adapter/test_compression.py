@@ -1,4 +1,4 @@
-"""Compressed gradients in PyTorch: what travels, what is remembered, and what a skipped step leaves behind."""
+"""Compressed gradients in PyTorch: transmitted data, residuals, and skipped steps."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_int8_is_close_to_training_without(comm: Any) -> None:
     train(comm, exact, wrap(exact, "none"), range(20))
     train(comm, coarse, wrap(coarse, "int8"), range(20))
     for one, other in zip(exact.parameters(), coarse.parameters(), strict=True):
-        # 19 steps of lr 0.05 move a weight by the sum of gradients; what feedback holds back of it at the end is less
-        # than one step's greatest gradient / 127 for each of two encodings.
+        # 19 steps of lr 0.05 move a weight by the sum of gradients; error feedback finally holds back less than
+        # one step's greatest gradient / 127 for each of two encodings.
         assert (one - other).abs().max() < 2e-4
         assert not torch.equal(one, other)
 
 
 @pytest.mark.ranks(min=2)
-def test_within_a_node_nothing_is_compressed_unless_asked(comm: Any) -> None:
+def test_nothing_is_compressed_within_a_node_by_default(comm: Any) -> None:
     exact, model = network(), network()
     train(comm, exact, wrap(exact, "none"), range(4))
     optimizer = wrap(model, "int8", compress_within_node=False)
@@ -103,7 +103,7 @@ def test_a_skipped_step_leaves_no_residual(comm: Any) -> None:
         optimizer.zero_grad()
         loss = loss_of(comm, model, 3)
         if skip == "overflow" and comm.rank == comm.size - 1:
-            loss = loss * float("inf")  # as a loss scale that is too high, on one rank
+            loss = loss * float("inf")  # one rank uses a loss scale that is too high
         loss.backward()
         finite = all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())  # type: ignore[arg-type]
         assert finite == (skip == "cleared")
@@ -140,7 +140,7 @@ RESUMED = [
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_the_same_to_the_last_bit(comm: Any, name: str, overlap: bool) -> None:
-    """Its first step was not compressed, draws began anew, and buckets had another order: off by 1e-4 to 4e-2."""
+    """Regression: the first step was uncompressed, draws restarted, and buckets changed: errors of 1e-4 to 4e-2."""
     options = {"overlap": overlap, "first_bucket_mib": 0.002, "bucket_cap_mib": 0.008}
     straight = network()
     train(comm, straight, wrap(straight, name, **options), range(9))
@@ -153,7 +153,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(comm: Any, name: str, overlap
         resumed.load_state_dict(saved["model"])
         again = wrap(resumed, name, **options)
         again.load_state_dict(saved["optimizer"])
-        if stop == 2:  # saved before anything was done with it: nothing is lost
+        if stop == 2:  # saved before it was used: nothing is lost
             more = saved_and_loaded(again.state_dict())
             again.close()
             again = wrap(resumed, name, **options)
@@ -185,7 +185,7 @@ def test_a_resumed_run_of_the_module_is_the_same_to_the_last_bit(comm: Any) -> N
 @pytest.mark.parametrize("name", ["randomk:ratio=0.1", "powersgd:rank=2", "dgc:ratio=0.1"])
 @pytest.mark.parametrize("loaders", ["rank 0 loads", "rank 0's is loaded by all", "states of different steps"])
 def test_ranks_that_resume_differently_still_agree(comm: Any, caplog: Any, name: str, loaders: str) -> None:
-    """Draws and factors must be the same on all ranks: with those of one rank's checkpoint sums were wrong."""
+    """Draws and factors must be equal on all ranks: with those of one rank's checkpoint, sums were wrong."""
     caplog.set_level(logging.WARNING, "commlib")
     first = network()
     optimizer = wrap(first, name)
@@ -241,7 +241,7 @@ def test_a_rank_that_runs_no_backward_resumes_too(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_residuals_of_another_rank_are_left_aside(comm: Any, caplog: Any) -> None:
+def test_residuals_of_another_rank_are_ignored(comm: Any, caplog: Any) -> None:
     caplog.set_level(logging.WARNING, "commlib")
     model = network()
     optimizer = wrap(model, "int8")
@@ -250,11 +250,11 @@ def test_residuals_of_another_rank_are_left_aside(comm: Any, caplog: Any) -> Non
     other = network()
     loading = wrap(other, "int8")
     loading.load_state_dict(state)
-    said = any("starts without residuals" in message for message in caplog.messages)
-    assert said == (comm.rank != 0)
+    has_message = any("starts without residuals" in message for message in caplog.messages)
+    assert has_message == (comm.rank != 0)
     train(comm, other, loading, range(3))
     plain = torch.optim.SGD(other.parameters(), lr=0.1)
-    plain.load_state_dict(state)  # for who does not use commlib any more
+    plain.load_state_dict(state)  # for users who no longer use commlib
     assert plain.param_groups[0]["lr"] == 0.05
 
 
@@ -276,7 +276,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_without_data_stands_in(comm: Any) -> None:
+def test_a_rank_without_data_takes_part_with_zeros(comm: Any) -> None:
     model = network()
     optimizer = wrap(model, AllToAll(Blocks(8)))
     train(comm, model, optimizer, range(3 if comm.rank == 0 else 5))
@@ -306,7 +306,7 @@ def test_other_dtypes_are_compressed_from_float32(comm: Any) -> None:
     assert all(parameter.grad is not None and parameter.grad.dtype == torch.float64 for parameter in model.parameters())
 
 
-def test_mistakes_are_refused_before_anything_is_sent(comm: Any) -> None:
+def test_mistakes_are_refused_before_communication(comm: Any) -> None:
     for wrong, message in (("int5", "unknown compression 'int5'"), (3, "compression must be a name such as 'int8'")):
         with pytest.raises(UsageError, match=message):
             wrap(network(), wrong)

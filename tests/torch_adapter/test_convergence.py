@@ -1,10 +1,10 @@
-"""With compressed gradients training reaches the loss that it reaches without; without error feedback it does not.
+"""Convergence: with compressed gradients training reaches the usual loss; without error feedback it does not.
 
-A small transformer is trained on text by plain SGD, which is what the theory of error feedback is about (Stich et al.
+A small transformer is trained on text by plain SGD, the subject of the theory of error feedback (Stich et al.
 2018, Karimireddy et al. 2019). Losses are in nats per byte: means over ranks and the last 10 of 100 steps.
 
-Measured over 6 seeds: uncompressed 2.73 to 2.85, from 5.6 at the start; differences of the others from it stand beside
-their bounds. What a bound leaves beyond is for other texts (other versions of Python), libraries and processors.
+Measured over 6 seeds: uncompressed 2.73 to 2.85, from 5.6 at the start; comments next to the bounds give the
+differences of the others. The margins allow for other texts (versions of Python), libraries and processors.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from commlib_torch import DistributedOptimizer
 
 from .oracle import assert_same_everywhere, parameters_of
 
-# One number of ranks is enough, and the numbers below are for it.
+# One number of ranks is enough; the numbers below apply to it.
 pytestmark = [pytest.mark.ranks(min=2, max=2), pytest.mark.long]
 
 SIZES = Sizes(width=32, layers=1, heads=2, context=32)
 STEPS, LAST, ROWS, SEED = 100, 10, 8, 0
 RATE = 0.2
 TEXT_BYTES = 1 << 19
-BUCKET_MIB = 0.05  # so that there are several
+BUCKET_MIB = 0.05  # so that there are several buckets
 
 
 def train(comm: Any, compression: Any, rate: float = RATE, momentum: float = 0.0) -> float:
-    """Return the loss at the end of training, the same on all ranks. Their parameters are, too."""
+    """Return the loss at the end of training, which is the same on all ranks, as are their parameters."""
     text, _ = load_text(TEXT_BYTES)
     model = make_model(SIZES, SEED)
     optimizer: Any = DistributedOptimizer(
@@ -56,13 +56,13 @@ def train(comm: Any, compression: Any, rate: float = RATE, momentum: float = 0.0
 
 @pytest.fixture(scope="module")
 def uncompressed(comm: Any) -> float:
-    """The loss that training reaches with exact gradients."""
+    """The loss after training with exact gradients."""
     reached = train(comm, "none")
-    assert reached < 3.0  # it did learn: to know how frequent each byte is would be worth 3.2
+    assert reached < 3.0  # the model has learned: knowing only how frequent each byte is would give 3.2
     return reached
 
 
-# By how much the loss may be higher than without compression.
+# The largest allowed increase of the loss through compression.
 BOUNDS = {
     "fp8": 0.06,  # -0.01 to 0.01
     "int8": 0.06,  # 0.00 to 0.01
@@ -71,9 +71,9 @@ BOUNDS = {
     "sign": 0.15,  # -0.09 to 0.01
     "topk:ratio=0.01": 0.14,  # -0.04 to 0.07
     "powersgd:rank=2": 0.12,  # 0.02 to 0.08
-    "randomk:ratio=0.1": 0.28,  # 0.00 to 0.15: an element is sent every tenth step, so it lags behind
+    "randomk:ratio=0.1": 0.28,  # 0.00 to 0.15: each element is sent every tenth step, so it lags behind
 }
-# What is beyond the same bounds when it forgets what it loses.
+# Codecs that exceed the same bounds without error feedback.
 FORGETFUL = {
     "sign": AllToAll(Sign(), feedback=False),  # 0.30 to 0.43
     "topk:ratio=0.01": AllGather(TopK(0.01), feedback=False),  # 0.21 to 0.39
@@ -88,8 +88,8 @@ def test_compressed_training_reaches_the_loss(comm: Any, uncompressed: float, co
 
 
 @pytest.mark.parametrize("compression", FORGETFUL)
-def test_without_error_feedback_it_does_not(comm: Any, uncompressed: float, compression: str) -> None:
-    """The test above can fail: what these codecs lose matters."""
+def test_training_without_error_feedback_misses_the_loss(comm: Any, uncompressed: float, compression: str) -> None:
+    """The test above can fail: the losses of these codecs matter."""
     assert train(comm, FORGETFUL[compression]) - uncompressed > BOUNDS[compression]
 
 

@@ -1,4 +1,4 @@
-"""Where torch's tensors and streams are: what the adapter says of them."""
+"""Devices: the adapter finds the places of torch's tensors and streams."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def place() -> Iterator[HostTensors]:
     place.close()
 
 
-def test_what_is_lent_of_a_gpu_is_what_torch_takes() -> None:
-    """Bytes, with an interface that others read, too; it keeps the memory."""
+def test_torch_accepts_an_array_interface_of_gpu_memory() -> None:
+    """The array consists of bytes, has an interface that others read, too, and keeps the memory alive."""
     owner = object()
     gpu: Any = SimpleNamespace(name="cuda", index=1)
     array = DeviceArray(gpu, 0x1000, (3, 5), ml_dtypes.bfloat16, owner, stream="a stream")
@@ -48,7 +48,7 @@ def test_a_tensor_over_an_array_shares_its_memory(place: HostTensors) -> None:
 
 
 @pytest.mark.usefixtures("place")
-def test_what_comes_later_waits_for_other_streams_that_were_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_work_waits_for_earlier_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LATE, "delay", 0.05)
     follow = devices.StreamOrder()
     first, second = LATE.stream(), LATE.stream()
@@ -68,6 +68,6 @@ def test_tensors_of_one_group_are_on_one_device(place: HostTensors) -> None:
         ct.grouped_allreduce([torch.zeros(2), torch.zeros(2, dtype=torch.float64)])
 
 
-def test_a_device_that_the_core_has_not_is_named() -> None:
+def test_a_device_unknown_to_the_core_is_named() -> None:
     with pytest.raises(UsageError, match="device meta has no values"):
         ct.all_reduce(torch.zeros(2, device="meta"))

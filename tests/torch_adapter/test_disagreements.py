@@ -1,4 +1,4 @@
-"""Layers that ranks mean differently: wrong numbers in silence, or a wait for ever; now an error with the option."""
+"""Ranks that configure layers differently: with the option an error replaces wrong numbers or a deadlock."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def divided(comm: Any, **options: Any) -> None:
 
 
 def wrapped(network: nn.Module, odd: bool) -> None:
-    init()  # as users do: process sets are made there
+    init()  # as users do: process sets are created there
     if odd:
         DataParallel(network)
     else:
@@ -121,8 +121,8 @@ CASES: dict[str, tuple[str, Callable[[Any, bool], object]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_that_mean_other_things_are_told(comm: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option and the ranks are named, on all of them, also where no call is compared any more."""
+def test_ranks_with_different_settings_get_an_error(comm: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the option and the ranks, on all of them, even if calls are no longer compared."""
     if comm.size == 1:
         return
     monkeypatch.setenv("COMMLIB_CHECK", "never")
@@ -132,7 +132,7 @@ def test_ranks_that_mean_other_things_are_told(comm: Any, case: str, monkeypatch
         call(comm, comm.rank == comm.size - 1)
 
 
-def test_what_ranks_agree_on_is_compared_once(comm: Any) -> None:
+def test_settings_that_agree_are_compared_once(comm: Any) -> None:
     layers = [ColumnLinear(8, 8, comm, style=Column(gather=True)), mixture(comm), ParallelMLP(8, 16, comm)]
     counts = []
     for _ in range(3):
@@ -145,8 +145,8 @@ def test_what_ranks_agree_on_is_compared_once(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_layer_that_is_frozen_on_one_rank(comm: Any, layer: int) -> None:
-    """The error was of entries by number, and named a weight of another layer."""
+def test_a_layer_frozen_on_one_rank_is_named(comm: Any, layer: int) -> None:
+    """Regression: the error gave numbers of entries, and named a weight of another layer."""
     own = model()
     own[layer].requires_grad_(comm.rank > 0)
     text = rf"'{layer}\.weight: .*rank.*: a weight that is frozen on one rank must be frozen on all"

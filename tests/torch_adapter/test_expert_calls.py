@@ -1,4 +1,4 @@
-"""How experts of one's own are called: without rows, to write them, within checkpoints, and when they raise."""
+"""Calls of user-defined experts: without rows, with writes to them, within checkpoints, and with errors."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ class Writing(MLP):
 
 class Again(MLP):
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return found
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
 
 
 class AgainOfLayers(MLP):
     def forward(self, x: Tensor) -> Tensor:
         hidden = checkpoint(lambda rows: F.gelu(self.up(rows)), x, use_reentrant=False)
-        found: Tensor = checkpoint(self.down, hidden, use_reentrant=False)
-        return found
+        result: Tensor = checkpoint(self.down, hidden, use_reentrant=False)
+        return result
 
 
 class Reentrant(MLP):
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(super().forward, x, use_reentrant=True)
-        return found
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return result
 
 
 class Selective(MLP):
     def forward(self, x: Tensor) -> Tensor:
         contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-        found: Tensor = checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
-        return found
+        result: Tensor = checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+        return result
 
 
 def plain() -> Any:
@@ -67,7 +67,7 @@ def rows(rank: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", [Writing, Again, AgainOfLayers, Reentrant, Selective])
 def test_experts_compute_what_the_mlp_does(comm: Communicator, kind: Any) -> None:
-    """Experts were given views that must not be written; what was computed again had the weights of all experts."""
+    """Regression: experts received read-only views, and recomputation used the weights of all experts."""
     options = Experts(2 * comm.size, balance="none")
     own, whole = layer(kind, comm, options), layer(MLP, single(comm), options)
     x = rows(comm.rank).requires_grad_()
@@ -100,21 +100,21 @@ def _every(ctx: Any, op: Any, *args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("policy", [_policy, _every])
 @pytest.mark.parametrize("kind", [plain, None])
 def test_selective_checkpoints_around_experts(comm: Communicator, kind: Any, policy: Any) -> None:
-    """Products of experts were parts of one tensor, which PyTorch took for changed."""
+    """Regression: products of experts were parts of one tensor, which PyTorch took for modified."""
     hidden: dict[str, Any] = {} if kind else {"hidden": 12, "gated": True}
-    made = layer(kind, comm, Experts(2 * comm.size, **hidden))
-    found = []
+    model = layer(kind, comm, Experts(2 * comm.size, **hidden))
+    results = []
     for is_again in (False, True):
         x = rows(comm.rank).requires_grad_()
         if is_again:
             contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-            y = checkpoint(made, x, use_reentrant=False, context_fn=contexts)
+            y = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
         else:
-            y = made(x)
-        (torch.sin(y).sum() + auxiliary_loss(made)).backward()
-        found.append([y.detach(), x.grad, *(one.grad.clone() for one in made.parameters() if one.grad is not None)])
-        made.zero_grad()
-    for one, other in zip(*found, strict=True):
+            y = model(x)
+        (torch.sin(y).sum() + auxiliary_loss(model)).backward()
+        results.append([y.detach(), x.grad, *(one.grad.clone() for one in model.parameters() if one.grad is not None)])
+        model.zero_grad()
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
@@ -131,11 +131,11 @@ class Mean(MLP):
 
 
 def test_experts_without_rows_have_zeros_as_gradients(comm: Communicator) -> None:
-    """A mean of none is no number, and so were gradients of the experts of a rank to which no token went."""
+    """Regression: a mean over no rows is NaN, and so were the gradients of experts on a rank without tokens."""
     options = Experts(2 * comm.size, top_k=1, balance="none")
     own = layer(Mean, comm, options)
     with torch.no_grad():
-        own.router.weight.zero_()  # all go to the first one
+        own.router.weight.zero_()  # all tokens go to the first one
     own(rows(comm.rank)).sum().backward()
     for name, one in own.experts.named_parameters():
         assert one.grad is not None, name
@@ -158,17 +158,17 @@ class Failing(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        found: Tensor = Boom.apply(y) if Failing.fails else y
-        return found
+        result: Tensor = Boom.apply(y) if Failing.fails else y
+        return result
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("where", ["backward", "router"])
-def test_what_a_rank_raises_the_others_hear(comm: Communicator, where: str, chunks: int) -> None:
-    """They waited, if it was raised in backward, or by a hook of the router."""
+def test_an_error_on_one_rank_reaches_the_others(comm: Communicator, where: str, chunks: int) -> None:
+    """Regression: the others waited if it was raised in backward or by a hook of the router."""
     mesh = Mesh(dp=-1)
-    made = layer(Failing, mesh, Experts(2 * comm.size, chunks=chunks, balance="none"))
+    model = layer(Failing, mesh, Experts(2 * comm.size, chunks=chunks, balance="none"))
     expected = None
     for step in range(5):
         is_odd = step in (1, 2) and comm.rank == 0
@@ -179,15 +179,15 @@ def test_what_a_rank_raises_the_others_hear(comm: Communicator, where: str, chun
             def fail(*_: Any) -> None:
                 raise ValueError("boom in router")
 
-            hook = made.router.register_forward_hook(fail)
+            hook = model.router.register_forward_hook(fail)
         x = rows(comm.rank).requires_grad_()
         if step in (1, 2):
             with pytest.raises(ValueError if is_odd else PeerError, match="boom" if is_odd else "world|waited"):
-                made(x).sum().backward()
-            if chunks > 1:  # the communicator is given up
+                model(x).sum().backward()
+            if chunks > 1:  # the communicator is abandoned
                 break
         else:
-            y = made(x)
+            y = model(x)
             y.sum().backward()
             expected = y.detach() if expected is None else expected
             torch.testing.assert_close(y.detach(), expected, rtol=0, atol=0)
@@ -199,22 +199,22 @@ def test_what_a_rank_raises_the_others_hear(comm: Communicator, where: str, chun
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("mixes", [False, True])
-def test_experts_that_are_alike_may_have_the_same_gradients(comm: Communicator, mixes: bool) -> None:
-    """Copies of an MLP to which all tokens go by one gate were said to be reduced by somebody."""
+def test_identical_experts_may_have_equal_gradients(comm: Communicator, mixes: bool) -> None:
+    """Regression: an error claimed that the gradients of identical copies of an MLP had already been reduced."""
     torch.manual_seed(1)
     mesh = Mesh(dp=-1)
     model = nn.Sequential(MLP()).double()
-    made: Any = expertize(model, mesh, {"0": Experts(comm.size, top_k=1 if mixes else comm.size, copy=True)})
+    built: Any = expertize(model, mesh, {"0": Experts(comm.size, top_k=1 if mixes else comm.size, copy=True)})
     with torch.no_grad():
-        made[0].router.weight.zero_()
-    optimizer = DistributedOptimizer(torch.optim.SGD(made.parameters(), 0.1), made.named_parameters(), mesh=mesh)
+        built[0].router.weight.zero_()
+    optimizer = DistributedOptimizer(torch.optim.SGD(built.parameters(), 0.1), built.named_parameters(), mesh=mesh)
     for _ in range(2):
-        (made(rows(comm.rank)).sum() + auxiliary_loss(made)).backward()
+        (built(rows(comm.rank)).sum() + auxiliary_loss(built)).backward()
         if not mixes:
             optimizer.step()
             optimizer.zero_grad()
             continue
-        for one in made[0].experts.parameters():
+        for one in built[0].experts.parameters():
             comm.all_reduce(one.grad.numpy(), out=one.grad.numpy())
         with pytest.raises(MismatchError, match="gradients of different experts are the same"):
             optimizer.step()
@@ -223,11 +223,11 @@ def test_experts_that_are_alike_may_have_the_same_gradients(comm: Communicator, 
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_along_tp_with_other_tokens_are_told_at_the_first_call(comm: Communicator) -> None:
-    """Weights that all have were said to have other gradients, at a step."""
+def test_ranks_along_tp_with_different_tokens_are_refused_at_the_first_call(comm: Communicator) -> None:
+    """Regression: the error came at a step, and named different gradients of shared weights."""
     mesh = Mesh(dp=1, tp=comm.size)
     for x in (rows(comm.rank), rows(0)[: 6 - comm.rank]):
-        made = layer(None, mesh, Experts(4, hidden=4 * comm.size))
+        model = layer(None, mesh, Experts(4, hidden=4 * comm.size))
         with pytest.raises(MismatchError, match=r"ranks along tp have .*tokens, .*Remove sequence= and Sequence"):
-            made(x)
+            model(x)
     mesh.close()

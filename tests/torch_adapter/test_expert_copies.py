@@ -1,4 +1,4 @@
-"""Copies of an MLP as experts: each computes with its own weights, begins as the MLP would, or is refused by name."""
+"""Copies of an MLP as experts: each has its own weights and the initial function of the MLP, or is refused by name."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def by_a_number(inner: Any) -> None:
 
 @pytest.mark.parametrize("change", [over_all, over_a_layer, over_by_default, an_attribute, a_hook])
 def test_functions_that_call_the_mlp_itself_are_refused(comm: Communicator, change: Any) -> None:
-    """A copy had the same function, so all experts computed by the MLP, which was no more in the model."""
+    """Regression: a copy had the same function, so all experts used the original MLP, which had left the model."""
     inner = mlp()
     change(inner)
     where = {over_all: "0 has a forward", over_by_default: "0 has a forward", over_a_layer: r"0\.0 has a forward",
@@ -88,21 +88,21 @@ def test_functions_that_call_the_mlp_itself_are_refused(comm: Communicator, chan
 
 
 @pytest.mark.parametrize("change", [by_a_method, by_a_partial, by_a_number])
-def test_functions_that_copies_have_of_their_own(comm: Communicator, change: Any) -> None:
+def test_functions_that_copies_own_are_accepted(comm: Communicator, change: Any) -> None:
     inner = mlp()
     change(inner)
     x = torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
     expected = inner(x)
-    made = expertize(around(inner), comm, plan(comm, copy=True))
-    near(made(x), expected, "outputs", 1e-6)
+    model = expertize(around(inner), comm, plan(comm, copy=True))
+    near(model(x), expected, "outputs", 1e-6)
     with torch.no_grad():
-        for weight in made[0].experts.parameters():
+        for weight in model[0].experts.parameters():
             weight.zero_()
-    assert not made(x).any()
+    assert not model(x).any()
 
 
 class Own(nn.Module):
-    """An MLP that gives its layers other values than these give themselves."""
+    """An MLP that initialises its layers differently from their own reset."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,19 +118,19 @@ class Own(nn.Module):
         return out
 
 
-def test_an_mlp_gives_its_layers_values_after_they_did(comm: Communicator) -> None:
-    """They did so last, and what the MLP had given them was lost."""
+def test_an_mlp_initialises_its_layers_last(comm: Communicator) -> None:
+    """Regression: layers were initialised last, which overwrote the values of the MLP."""
     for inner in (Own(), nn.Sequential(Own(), nn.Identity())):
-        made = expertize(around(inner), comm, plan(comm))
-        weights = dict(made[0].experts.named_parameters())
+        model = expertize(around(inner), comm, plan(comm))
+        weights = dict(model[0].experts.named_parameters())
         up, down = (next(one for name, one in weights.items() if f"{each}.weight" in name) for each in ("up", "down"))
         assert (up == 0.5).all()
         assert not down.any()
         assert len({value for name, one in weights.items() if "bias" in name for value in one[:, 0].tolist()}) > 2
 
 
-def test_what_cannot_be_copied_is_named(comm: Communicator) -> None:
-    """deepcopy's own error told neither of experts nor of the layer."""
+def test_an_uncopyable_layer_is_named(comm: Communicator) -> None:
+    """Regression: deepcopy's own error mentioned neither experts nor the layer."""
     inner = mlp()
     with pytest.warns(FutureWarning, match="weight_norm"):
         nn.utils.weight_norm(inner[2])
@@ -144,23 +144,23 @@ def test_what_cannot_be_copied_is_named(comm: Communicator) -> None:
 
 
 def test_a_mixture_is_refused(comm: Communicator) -> None:
-    """Ranks were said to have other models."""
-    made = expertize(around(mlp()), comm, plan(comm))
+    """Regression: the error claimed that models differ among ranks."""
+    model = expertize(around(mlp()), comm, plan(comm))
     with pytest.raises(UsageError, match=r"expertize: 0 is a mixture of experts already"):
-        expertize(made, comm, plan(comm))
+        expertize(model, comm, plan(comm))
     with pytest.raises(UsageError, match=r"expertize: 0\.experts is within 0, a mixture of experts already"):
-        expertize(made, comm, {"0.experts": Experts(2 * comm.size)})
-    assert isinstance(made[0], MoE)
+        expertize(model, comm, {"0.experts": Experts(2 * comm.size)})
+    assert isinstance(model[0], MoE)
 
 
-def test_a_bias_that_moves_after_steps_is_no_part_of_weights(comm: Communicator) -> None:
-    """Pickling said that it cannot pickle a WeakMethod."""
+def test_a_router_with_a_moving_bias_can_be_pickled(comm: Communicator) -> None:
+    """Regression: pickling failed because it cannot pickle a WeakMethod."""
     if comm.size == 1:
         return
-    made = expertize(around(mlp()), comm, plan(comm, bias_rate=0.01))
-    made(torch.ones(3, WIDTH, dtype=torch.float64)).sum().backward()
-    auxiliary_loss(made)
-    pickle.dumps(made[0].router)
-    copy.deepcopy(made)
+    model = expertize(around(mlp()), comm, plan(comm, bias_rate=0.01))
+    model(torch.ones(3, WIDTH, dtype=torch.float64)).sum().backward()
+    auxiliary_loss(model)
+    pickle.dumps(model[0].router)
+    copy.deepcopy(model)
     with pytest.raises(UsageError, match="a sharded model cannot be pickled"):
-        pickle.dumps(made)
+        pickle.dumps(model)

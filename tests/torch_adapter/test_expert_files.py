@@ -1,4 +1,4 @@
-"""Files of experts have all that an optimizer keeps: who loads one goes on as plain PyTorch with whole weights does."""
+"""Files of experts contain the whole optimizer state: after loading, training matches plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 4
 
 
 class Own(O.Optimizer):
-    """One of a user's, that keeps something of each element, a number and nothing."""
+    """A user's optimizer whose state has one value per element, a number, and nothing for some parameters."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -41,7 +41,7 @@ class Own(O.Optimizer):
 
 
 class Rows(Own):
-    """One that keeps something of each row of a parameter."""
+    """An optimizer with state for each row of a parameter."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -51,7 +51,7 @@ class Rows(Own):
 
 
 class Named(O.Adam):
-    """PyTorch's, under a name of the user's."""
+    """PyTorch's Adam, under a name of the user's."""
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -74,7 +74,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 OFTEN = ("amsgrad", "RMSprop", "SGD", "ASGD", "own")
 
 
-def made(comm: Any, seed: int = 1) -> Any:
+def build(comm: Any, seed: int = 1) -> Any:
     torch.manual_seed(seed)
     return MoE(WIDTH, Experts(4, hidden=3, shared=1, bias_rate=0.1), comm).double()
 
@@ -85,7 +85,7 @@ def whole_gradients(number: int, shapes: list[Any]) -> list[Tensor]:
 
 
 def step(parameters: Any, optimizer: Any, numbers: Any) -> None:
-    """Update by gradients that are drawn."""
+    """Update with random gradients."""
     own = list(parameters)
     shards = [shard_of(one) for one in own]
     shapes = [one.shape if shard is None else shard.sharding.shape for one, shard in zip(own, shards, strict=True)]
@@ -102,12 +102,12 @@ def same(comm: Communicator, path: Path) -> str:
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in MAKERS]
 )
-def test_who_loads_goes_on(comm: Communicator, tmp_path: Path, name: str) -> None:
-    """Amsgrad's maxima and all that RMSprop keeps were lost: the next step raised KeyError, or began anew."""
+def test_a_loaded_file_continues_training(comm: Communicator, tmp_path: Path, name: str) -> None:
+    """Regression: Amsgrad's maxima and RMSprop's state were lost: the next step raised KeyError or started afresh."""
     if comm.size == 3:
         pytest.skip("4 experts")
     make, path = MAKERS[name], same(comm, tmp_path / "experts")
-    model = made(comm)
+    model = build(comm)
     whole = [
         nn.Parameter(one.detach().clone() if shard is None else torch.from_numpy(shard.whole(one.detach().numpy())))
         for one in model.parameters()
@@ -119,9 +119,9 @@ def test_who_loads_goes_on(comm: Communicator, tmp_path: Path, name: str) -> Non
     save_experts(path, model, optimizer)
     comm.barrier()
     for ranks, steps in ((comm, [100]), (comm, []), (single(comm), [])):
-        other = made(ranks, 2)
+        other = build(ranks, 2)
         loaded = make(other.parameters())
-        step(other.parameters(), loaded, steps)  # what it has kept so far is forgotten
+        step(other.parameters(), loaded, steps)  # its state so far is discarded
         load_experts(path, other, loaded)
         assert torch.equal(other.expert_bias, model.expert_bias)
         step(other.parameters(), loaded, range(3, 6))
@@ -131,18 +131,18 @@ def test_who_loads_goes_on(comm: Communicator, tmp_path: Path, name: str) -> Non
             torch.testing.assert_close(weight.detach(), mine.detach(), rtol=1e-10, atol=1e-10)
 
 
-def test_what_another_optimizer_kept_is_refused(comm: Communicator, tmp_path: Path) -> None:
-    """It was left out, or kept where nobody looks; and so it is with another setting."""
+def test_state_of_another_optimizer_is_refused(comm: Communicator, tmp_path: Path) -> None:
+    """Regression: it was ignored or stored under an unused key. Different settings are refused, too."""
     if comm.size == 3:
         pytest.skip("4 experts")
     path = same(comm, tmp_path / "experts")
-    model = made(comm)
+    model = build(comm)
     optimizer = O.Adam(model.parameters(), 0.01)
     step(model.parameters(), optimizer, range(1))
     save_experts(path, model, optimizer)
     comm.barrier()
     for name in ("SGD", "amsgrad", "plain SGD", "own", "RMSprop"):
-        other = made(comm, 2)
+        other = build(comm, 2)
         wrong = MAKERS[name](other.parameters())
         before = [one.detach().clone() for one in other.parameters()]
         with pytest.raises(UsageError, match=r"the optimizer state of router in the file is first, second, but"):
@@ -156,9 +156,9 @@ def test_what_another_optimizer_kept_is_refused(comm: Communicator, tmp_path: Pa
     assert torch.equal(distributed.state[of]["exp_avg"], optimizer.state[expert]["exp_avg"])
 
 
-def test_what_is_of_no_element_is_refused(comm: Communicator, tmp_path: Path) -> None:
-    """It is not known which expert has what of it."""
-    model = made(comm) if comm.size != 3 else made(single(comm))
+def test_state_without_elements_is_refused(comm: Communicator, tmp_path: Path) -> None:
+    """Such state cannot be assigned to experts."""
+    model = build(comm) if comm.size != 3 else build(single(comm))
     optimizer = Rows(model.parameters(), 0.1)
     step(model.parameters(), optimizer, range(1))
     with pytest.raises(UsageError, match=r"save_experts: the Rows state rows of router is a tensor of shape \[4\]"):
@@ -166,30 +166,30 @@ def test_what_is_of_no_element_is_refused(comm: Communicator, tmp_path: Path) ->
 
 
 @pytest.mark.ranks(min=2)
-def test_other_optimizers_on_ranks(comm: Communicator, tmp_path: Path) -> None:
-    """Ranks gathered one's momentum and the other's first moments into one array."""
+def test_ranks_with_different_optimizers_are_refused(comm: Communicator, tmp_path: Path) -> None:
+    """Regression: one rank's momentum and another's first moments were gathered into one array."""
     if comm.size == 3:
         pytest.skip("4 experts")
-    model = made(comm)
+    model = build(comm)
     optimizer = MAKERS["SGD" if comm.rank else "amsgrad"](model.parameters())
     step(model.parameters(), optimizer, range(1))
     with pytest.raises(MismatchError, match=r"save_experts: .*router/"):
         save_experts(same(comm, tmp_path / "experts"), model, optimizer)
 
 
-def test_state_is_gathered_whatever_order_it_has(comm: Communicator, tmp_path: Path) -> None:
-    """What was loaded stood in another order on each rank: first moments of one met second moments of others."""
+def test_state_is_gathered_in_any_order(comm: Communicator, tmp_path: Path) -> None:
+    """Regression: loaded state had a different order on each rank, and moments of different parameters were mixed."""
     if comm.size == 3:
         pytest.skip("4 experts")
-    model = made(comm)
+    model = build(comm)
     optimizer = MAKERS["amsgrad"](model.parameters())
     step(model.parameters(), optimizer, range(2))
     before = gather_optimizer_state(optimizer, model.named_parameters())["state"]
     save_experts(path := same(comm, tmp_path / "experts"), model, optimizer)
-    other = made(comm, 2)
+    other = build(comm, 2)
     loaded = MAKERS["amsgrad"](other.parameters())
     load_experts(path, other, loaded)
-    for parameter, kept in list(loaded.state.items()):  # as if hashes of names were others on each rank
+    for parameter, kept in list(loaded.state.items()):  # as if hashes of names differed among ranks
         keys = list(kept) if comm.rank % 2 else list(reversed(kept))
         loaded.state[parameter] = {key: kept[key] for key in keys}
     after = gather_optimizer_state(loaded, other.named_parameters())["state"]
@@ -201,11 +201,11 @@ def test_state_is_gathered_whatever_order_it_has(comm: Communicator, tmp_path: P
 
 
 @pytest.mark.ranks(min=2)
-def test_state_of_other_optimizers_is_not_gathered(comm: Communicator) -> None:
-    """A rank that keeps nothing let the others wait, or put other values into its place."""
+def test_state_of_different_optimizers_is_not_gathered(comm: Communicator) -> None:
+    """Regression: a rank without state made the others wait, or contributed the wrong values."""
     if comm.size == 3:
         pytest.skip("4 experts")
-    model = made(comm)
+    model = build(comm)
     optimizer = MAKERS["SGD" if comm.rank else "amsgrad"](model.parameters())
     step(model.parameters(), optimizer, range(1))
     with pytest.raises(MismatchError, match=r"gather_optimizer_state: .*experts.*exp_avg"):

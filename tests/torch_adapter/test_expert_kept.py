@@ -1,4 +1,4 @@
-"""What modules keep beside weights and buffers becomes rank 0's, too, or is warned of; that of MLPs is compared."""
+"""Module state besides weights and buffers is broadcast from rank 0 or reported; that of MLPs is compared."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PUT = {
 
 
 def _taken(kept: Any) -> Any:
-    """Return the values that were put somewhere."""
+    """Return the stored values."""
     while not isinstance(kept, Tensor | np.ndarray | float):
         if isinstance(kept, dict):
             kept = next(iter(kept.values()))
@@ -94,27 +94,27 @@ def drawn(rank: int) -> Tensor:
 @pytest.mark.parametrize("name", ["kept", "_kept"])
 @pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
 @pytest.mark.parametrize("put", PUT)
-def test_tensors_and_arrays_become_those_of_rank_0(comm: Communicator, put: str, kind: Any, name: str) -> None:
-    """Each rank kept its own random features, and computed by them without a word."""
+def test_tensors_and_arrays_are_broadcast_from_rank_0(comm: Communicator, put: str, kind: Any, name: str) -> None:
+    """Regression: each rank silently kept its own random features."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = expertize(model(PUT[put](kind(drawn(comm.rank))), name), comm, plan(comm))
-    np.testing.assert_array_equal(_taken(getattr(made[0], name)), drawn(0))
+        built = expertize(model(PUT[put](kind(drawn(comm.rank))), name), comm, plan(comm))
+    np.testing.assert_array_equal(_taken(getattr(built[0], name)), drawn(0))
     expected = expertize(model(drawn(0)), comm, plan(comm))
     x = torch.randn(5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(9 + comm.rank))
-    torch.testing.assert_close(made(x), expected(x), rtol=0, atol=0)
+    torch.testing.assert_close(built(x), expected(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.int8, torch.bool, torch.complex128]
 )
-def test_values_of_any_dtype_become_those_of_rank_0(comm: Communicator, dtype: Any) -> None:
+def test_values_of_any_dtype_are_broadcast_from_rank_0(comm: Communicator, dtype: Any) -> None:
     values = [
         (torch.arange(6).reshape(2, 3) + rank).remainder(2 if dtype is torch.bool else 9).to(dtype).t()
         for rank in (0, 1)
     ]
-    made = expertize(model(values[comm.rank % 2].clone()), comm, plan(comm))
-    assert torch.equal(made[0].kept, values[0])
+    built = expertize(model(values[comm.rank % 2].clone()), comm, plan(comm))
+    assert torch.equal(built[0].kept, values[0])
 
 
 @pytest.mark.ranks(min=2)
@@ -131,19 +131,19 @@ def test_values_of_any_dtype_become_those_of_rank_0(comm: Communicator, dtype: A
         (lambda odd: torch.full((3,), 1.0 + odd).to_sparse(), r"0: kept \(tensor float32\[3\]\) has different values"),
     ],
 )
-def test_what_cannot_become_that_of_rank_0_is_warned_of(comm: Communicator, values: Any, name: str) -> None:
+def test_a_value_that_cannot_be_broadcast_is_warned_of(comm: Communicator, values: Any, name: str) -> None:
     odd = int(comm.rank == 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         expertize(model(values(odd)), comm, plan(comm))
-    said = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
-    assert len(said) == (comm.rank == 0), caught
-    for text in said:
+    messages = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), caught
+    for text in messages:
         assert re.search(f"expertize: module {name}", text), text
 
 
-def test_what_says_which_rank_this_is_says_nothing(comm: Communicator) -> None:
-    """A warning of that would be learned to be ignored."""
+def test_values_that_identify_the_rank_cause_no_warning(comm: Communicator) -> None:
+    """Users would learn to ignore such a warning."""
     for own in (
         comm.rank,
         [comm.rank],
@@ -157,7 +157,7 @@ def test_what_says_which_rank_this_is_says_nothing(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_values_are_as_they_were_where_verify_refuses(comm: Communicator) -> None:
+def test_values_are_restored_if_verify_refuses(comm: Communicator) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,11 +188,11 @@ class Random(nn.Module):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("put", PUT)
-def test_what_mlps_keep_is_compared(comm: Communicator, put: str) -> None:
-    """Of MLPs tensors in containers were not: experts of one mixture computed by others."""
+def test_state_of_mlps_is_compared(comm: Communicator, put: str) -> None:
+    """Regression: tensors in containers of MLPs were not compared, so that experts of one mixture differed."""
     odd = int(comm.rank == 1)
     for value in (torch.full((1,), 1.0 + odd), np.full(1, 1.0 + odd)):
-        made = model(None)
-        made[1] = Random(PUT[put](value)).double()
+        built = model(None)
+        built[1] = Random(PUT[put](value)).double()
         with pytest.raises(MismatchError, match=r"1: (tensor|array) kept"):
-            expertize(made, comm, plan(comm))
+            expertize(built, comm, plan(comm))

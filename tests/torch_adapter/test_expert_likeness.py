@@ -1,4 +1,4 @@
-"""Models of ranks that are to have experts: their other weights become rank 0's, what they consist of is compared."""
+"""Models that get experts: other weights are broadcast from rank 0, and the structure is compared."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def batch(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("broadcasts", [False, True])
-def test_ranks_of_other_seeds_train_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
-    """They kept other weights for good, beside the experts that they shared, and nothing said so."""
+def test_ranks_with_different_seeds_train_the_model_of_rank_0(comm: Communicator, broadcasts: bool) -> None:
+    """Regression: besides the shared experts, ranks silently kept different weights."""
 
-    def train(made: Any, rows: Any, **where: Any) -> Any:
+    def train(model: Any, rows: Any, **where: Any) -> Any:
         if where and broadcasts:
-            broadcast_parameters(made.state_dict(), root=0)
-        optimizer: Any = torch.optim.SGD(made.parameters(), 0.1)
+            broadcast_parameters(model.state_dict(), root=0)
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
         if where:
-            optimizer = DistributedOptimizer(optimizer, made.named_parameters(), **where)
+            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), **where)
         for number in range(2):
             x = rows(number)
-            (F.mse_loss(made(x), torch.sin(x)) + auxiliary_loss(made)).backward()
+            (F.mse_loss(model(x), torch.sin(x)) + auxiliary_loss(model)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return made
+        return model
 
     options = {"balance": "none"}
     torch.manual_seed(3)
@@ -80,7 +80,7 @@ def test_ranks_of_other_seeds_train_the_model_of_rank_0(comm: Communicator, broa
 
 
 @pytest.mark.ranks(min=2)
-def test_weights_are_as_they_were_where_verify_refuses(comm: Communicator) -> None:
+def test_weights_are_restored_if_verify_refuses(comm: Communicator) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +100,7 @@ def test_weights_are_as_they_were_where_verify_refuses(comm: Communicator) -> No
 
 
 class Scaled(nn.Module):
-    """An MLP with attributes that its forward goes by."""
+    """An MLP whose forward uses its attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
@@ -109,8 +109,8 @@ class Scaled(nn.Module):
             setattr(self, name, value)
 
 
-def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
-    """Of MLPs texts, integers and tensors were not, of the rest of the model nothing but shapes."""
+def test_structures_of_models_are_compared(comm: Communicator) -> None:
+    """Regression: strings, integers and tensors of MLPs, and all but shapes of the rest, were not compared."""
     if comm.size == 1:
         return
     odd = int(comm.rank == 1)
@@ -124,9 +124,9 @@ def test_what_models_consist_of_is_compared(comm: Communicator) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             expertize(seeded(0, Scaled(**{name: values[odd]})), comm, plan(comm))
-        said = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
-        assert len(said) == (comm.rank == 0), caught
-        if said:
-            assert f"expertize: module mlp, Scaled: {name} is {values[0]!r} on rank 0 and {values[1]!r}" in said[0]
+        messages = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+        assert len(messages) == (comm.rank == 0), caught
+        if messages:
+            assert f"expertize: module mlp, Scaled: {name} is {values[0]!r} on rank 0 and {values[1]!r}" in messages[0]
     act = (nn.GELU(), nn.Tanh())[odd]
     expertize(seeded(0, nn.Sequential(nn.Linear(WIDTH, 12), act, nn.Linear(12, WIDTH))), comm, plan(comm, hidden=3))

@@ -1,4 +1,4 @@
-"""MLPs that refer to layers and weights that are not their own: experts share these, or the MLP is refused by name."""
+"""MLPs that refer to layers and weights of others: experts share these, or the MLP is refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.torch_adapter.expert_oracle import near
 
 
 class Referring(MLP):
-    """An MLP that calls what it has been told to call before."""
+    """An MLP that first calls whatever it was configured to call."""
 
     def put(self, kept: Any, get: Any) -> None:
         self.kept, self.get = kept, get
@@ -98,8 +98,8 @@ def plan(comm: Communicator, **options: Any) -> dict[str, Experts]:
 
 
 @pytest.mark.parametrize("put", PUTS)
-def test_layers_of_others_are_trained_as_in_one_process(comm: Communicator, put: str) -> None:
-    """Each expert had a copy, which nobody trained."""
+def test_external_layers_are_trained_as_in_one_process(comm: Communicator, put: str) -> None:
+    """Regression: each expert had a copy that was never trained."""
     torch.manual_seed(0)
     plain = Model(put).double()
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_layers_of_others_are_trained_as_in_one_process(comm: Communicator, put:
         for one in (optimizer, expected):
             one.step()
             one.zero_grad()
-        if step == 0:  # experts drift apart then, by a factor that the MLP has not
+        if step == 0:  # otherwise experts drift away by a factor that the MLP lacks
             for name in ("norm.weight", "norm.bias", "scale"):
                 near(own.get_parameter(name), plain.get_parameter(name), name)
     assert sum(isinstance(one, nn.LayerNorm) for one in own.modules()) == 1
@@ -185,7 +185,7 @@ class ByWeakReference(MLP):
 
 
 class Registered(MLP):
-    """Its class knows all of its kind, by which none computes."""
+    """Its class lists all instances, but none of them uses the list."""
 
     made: list[Any] = []  # noqa: RUF012
 
@@ -203,18 +203,18 @@ class Registered(MLP):
         (ByWeakReference, "0 has a kept set on the object, which calls the original"),
     ],
 )
-def test_mlps_that_find_their_layers_elsewhere_are_refused(comm: Communicator, kind: Any, text: str) -> None:
-    """All experts computed by the layers of the MLP that they were copies of."""
+def test_mlps_that_look_up_their_layers_are_refused(comm: Communicator, kind: Any, text: str) -> None:
+    """Regression: all experts used the layers of the MLP that they were copied from."""
     with pytest.raises(UsageError, match=f"expertize: {text}"):
         expertize(nn.Sequential(kind()), comm, {"0": Experts(2 * comm.size)})
     expertize(nn.Sequential(kind()), comm, {"0": Experts(2 * comm.size, hidden=3)})
 
 
-def test_classes_that_know_their_modules_are_nothing(comm: Communicator) -> None:
+def test_classes_that_list_their_modules_are_accepted(comm: Communicator) -> None:
     expertize(nn.Sequential(Registered()), comm, {"0": Experts(2 * comm.size)})
 
 
-def test_what_experts_cannot_share_is_refused(comm: Communicator) -> None:
+def test_layers_that_experts_cannot_share_are_refused(comm: Communicator) -> None:
     model: Any = Model("list")
     model.norm = nn.BatchNorm1d(WIDTH)
     model.mlp.put([model.norm], first)
@@ -231,17 +231,17 @@ def test_what_experts_cannot_share_is_refused(comm: Communicator) -> None:
     assert two[1].experts.kept[0] is two[0]
 
 
-def test_layers_made_of_an_mlps_own_are_copied_with_them(comm: Communicator) -> None:
+def test_layers_derived_from_an_mlps_own_are_copied_with_them(comm: Communicator) -> None:
     model: Any = Model("list")
     model.mlp.put([nn.Sequential(model.norm, model.mlp.up, nn.Identity())], lambda kept: kept[0])
     model.mlp.forward = types.MethodType(lambda self, x: self.down(self.kept[0](x)), model.mlp)
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
     expected = model(x)
-    made = expertize(model, comm, plan(comm, copy=True))
-    near(made(x), expected, "outputs", 1e-5)
-    inside = made.mlp.experts.kept[0]
-    assert inside[0] is made.norm
-    assert inside[1] is made.mlp.experts.up
+    built = expertize(model, comm, plan(comm, copy=True))
+    near(built(x), expected, "outputs", 1e-5)
+    inside = built.mlp.experts.kept[0]
+    assert inside[0] is built.norm
+    assert inside[1] is built.mlp.experts.up
 
 
 def test_parametrized_layers_are_copied(comm: Communicator) -> None:
@@ -249,5 +249,5 @@ def test_parametrized_layers_are_copied(comm: Communicator) -> None:
     nn.utils.parametrizations.weight_norm(inner[0])
     x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(comm.rank))
     expected = inner(x)
-    made = expertize(nn.Sequential(inner), comm, {"0": Experts(2 * comm.size, copy=True)})
-    near(made(x), expected, "outputs", 1e-5)
+    built = expertize(nn.Sequential(inner), comm, {"0": Experts(2 * comm.size, copy=True)})
+    near(built(x), expected, "outputs", 1e-5)

@@ -1,4 +1,4 @@
-"""Mixtures of experts beside dense ones: right ones pass, and what is wrong on one rank is named on all of them."""
+"""Verification of mixtures against dense ones: valid ones pass, and a fault on one rank is named on all ranks."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_what_is_right_passes(comm: Any, name: str) -> None:
-    """And leaves no trace: statistics, losses, gradients, random numbers and modes are as before."""
+def test_valid_mixtures_pass(comm: Any, name: str) -> None:
+    """They leave no trace: statistics, losses, gradients, random numbers and modes are unchanged."""
     options = {"count": 4 * comm.size, "top_k": 2, **OPTIONS[name]}
     model: Any = Model().double()
     torch.manual_seed(comm.rank)
@@ -64,8 +64,8 @@ def test_what_is_right_passes(comm: Any, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("option", ["verify", "example"])
-def test_copies_of_one_mlp_are_right(comm: Any, option: str, dtype: Any) -> None:
-    """The router's gradient is zero then, but for rounding, of which all was said to differ."""
+def test_copies_of_one_mlp_pass(comm: Any, option: str, dtype: Any) -> None:
+    """Regression: the router's gradient is zero except for rounding, and was reported to differ entirely."""
     plan = {"mlp": Experts(2 * comm.size, copy=True)}
     expertize(Model().to(dtype), comm, plan, **{option: batch(comm, dtype)})
 
@@ -78,14 +78,14 @@ def test_along_tensor_parallelism(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "text"),
     [
         ("row", "the output of mlp differs from a dense mixture's"),
         ("gradient", "the gradient of .* differs"),
     ],
 )
-def test_what_is_wrong_is_named(comm: Any, spoil: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer or the weight, by how much, and on which ranks; and the model is as it was."""
+def test_a_fault_is_named(comm: Any, spoil: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the layer or weight, the difference and the ranks; the model is unchanged."""
     plain = MoE.forward
 
     def forward(self: Any, x: Tensor, mask: Any = None) -> Tensor:
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_named(comm: Any, spoil: str, said: str, monkeypatch: p
     monkeypatch.setattr(MoE, "forward", forward)
     model: Any = Model().double()
     modules = dict(model.named_modules())
-    with pytest.raises(UsageError, match=rf"{said}.*on rank {comm.size - 1} of {comm.size}"):
+    with pytest.raises(UsageError, match=rf"{text}.*on rank {comm.size - 1} of {comm.size}"):
         expertize(model, comm, {"mlp": Experts(2 * comm.size)}, verify=batch(comm))
     assert dict(model.named_modules()) == modules
 
@@ -111,7 +111,7 @@ def test_a_model_without_experts(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("option", ["verify", "example"])
 def test_a_pipeline_of_mixtures_is_compared(comm: Any, option: str) -> None:
-    """It was refused: stages went back twice, and what exchanges rows was taken for a state that layers share."""
+    """Regression: it was refused, because the exchange of rows was taken for state shared by layers."""
     torch.manual_seed(0)
     stages = comm.size if comm.size % 2 else 2
     mlps = [nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)) for _ in range(stages)]

@@ -44,7 +44,7 @@ def batch(seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_copies_compute_what_the_dense_model_did(comm: Communicator, sequential: bool) -> None:
-    """Gates of a token add up to 1, so its equal experts together are the dense MLP."""
+    """A token's gates sum to 1, so identical experts together equal the dense MLP."""
     plain = model(sequential)
     own = expertize(model(sequential), comm, {"layers.*.mlp": Experts(4 * comm.size, top_k=2, copy=True)})
     assert isinstance(own.layers[0]["mlp"], MoE)
@@ -60,16 +60,16 @@ def test_trains_as_on_one_rank(comm: Communicator, sequential: bool, hidden: int
 
     def train(ranks: Any, batches: Any, **where: Any) -> Any:
         torch.manual_seed(3)
-        made = expertize(model(sequential), ranks, plan)
-        optimizer: Any = torch.optim.SGD(made.parameters(), 0.1)
+        built = expertize(model(sequential), ranks, plan)
+        optimizer: Any = torch.optim.SGD(built.parameters(), 0.1)
         if where:
-            optimizer = DistributedOptimizer(optimizer, made.named_parameters(), **where)
+            optimizer = DistributedOptimizer(optimizer, built.named_parameters(), **where)
         for number in range(2):
             x = batches(number)
-            (F.mse_loss(made(x), torch.sin(x)) + auxiliary_loss(made)).backward()
+            (F.mse_loss(built(x), torch.sin(x)) + auxiliary_loss(built)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return made
+        return built
 
     def all_rows(number: int) -> Tensor:
         return torch.cat([batch(10 * number + rank) for rank in range(comm.size)])
@@ -82,8 +82,8 @@ def test_trains_as_on_one_rank(comm: Communicator, sequential: bool, hidden: int
     mesh.close()
 
 
-def test_a_mesh_need_not_say_how_experts_are_divided(comm: Communicator) -> None:
-    """Of dp, as many ranks share the experts as divide both; the others have copies."""
+def test_a_mesh_may_omit_the_division_of_experts(comm: Communicator) -> None:
+    """As many dp ranks share the experts as divide both numbers; the others hold copies."""
     mesh = Mesh(dp=-1)
     own = expertize(model(), mesh, {"layers.*.mlp": Experts(2)})
     expected = {1: 1, 2: 2, 3: 1, 4: 2}[comm.size]
@@ -92,7 +92,7 @@ def test_a_mesh_need_not_say_how_experts_are_divided(comm: Communicator) -> None
     mesh.close()
 
 
-def test_refusals(comm: Communicator) -> None:
+def test_invalid_arguments_are_refused(comm: Communicator) -> None:
     plain = model()
     with pytest.raises(UsageError, match=r"no layer is called 'layers\.\*\.mpl'"):
         expertize(plain, comm, {"layers.*.mpl": Experts(4)})
@@ -119,7 +119,7 @@ ACTIVATIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_ranks_agree_on_functions_as_activations(comm: Communicator, kind: str) -> None:
-    """Their addresses, which differ on ranks, were compared."""
+    """Regression: their addresses were compared, which differ on each rank."""
     act, plain = ACTIVATIONS[kind], model()
     own = expertize(plain, comm, {"layers.*.mlp": Experts(comm.size, top_k=1, hidden=3, activation=act)})
     mlp, x = own.layers[0]["mlp"].experts, batch().reshape(-1, WIDTH)
@@ -128,13 +128,13 @@ def test_ranks_agree_on_functions_as_activations(comm: Communicator, kind: str) 
 
 
 def test_an_activation_is_no_class() -> None:
-    """It was called with tokens, in forward, and made a module of them."""
+    """Regression: a class was called with tokens in forward, and created a module."""
     with pytest.raises(UsageError, match=r"activation is the class SiLU, expected .*SiLU\(\)"):
         Experts(4, hidden=3, activation=nn.SiLU)
 
 
-def test_ranks_that_differ_are_told_in_what(comm: Communicator) -> None:
-    """Only shapes were compared: a mixture had other experts on each rank. Options were not told by their names."""
+def test_differences_between_ranks_are_named(comm: Communicator) -> None:
+    """Regression: only shapes were compared, so that experts of a mixture differed; options were not named."""
     if comm.size == 1:
         return
     odd = comm.rank == 1
@@ -164,7 +164,7 @@ def test_ranks_that_differ_are_told_in_what(comm: Communicator) -> None:
     refused("layers.0.mlp.2: frozen", freeze)
     own = model(True)
     set_values(own.layers[0]["mlp"])
-    expertize(own, comm, {"layers.*.mlp": Experts(comm.size, top_k=1)})  # they all get new ones
+    expertize(own, comm, {"layers.*.mlp": Experts(comm.size, top_k=1)})  # all experts are new
 
 
 class Gated(nn.Module):
@@ -180,7 +180,7 @@ class Gated(nn.Module):
 
 
 def test_tied_weights_of_an_mlp_are_refused(comm: Communicator) -> None:
-    """They were experts' no more, which was found in forward; a weight tied with another layer's became another one."""
+    """Regression: tied weights came untied, and forward failed or another layer's weight changed."""
     plan = {"0": Experts(comm.size, top_k=1, copy=True)}
     with pytest.raises(UsageError, match=r"expertize: 0: a.weight and b.weight are one tied parameter"):
         expertize(nn.Sequential(Gated(True)), comm, plan)
@@ -217,7 +217,7 @@ class Bare(nn.Module):
 
 
 def test_errors_name_the_layer(comm: Communicator) -> None:
-    """What an MLP returned failed within torch.cat; a parameter of the MLP itself had a name that ended with a dot."""
+    """Regression: torch.cat failed on an MLP's output, and the name of the MLP's own parameter ended with a dot."""
     plan = {"0": Experts(comm.size, top_k=1)}
     with pytest.raises(UsageError, match=r"^0: an expert returned a tuple for rows \(\d+, 8\), expected a tensor"):
         expertize(nn.Sequential(Pair()), comm, plan)(batch().float())
@@ -226,7 +226,7 @@ def test_errors_name_the_layer(comm: Communicator) -> None:
 
 
 def test_experts_without_tokens_are_not_called(comm: Communicator) -> None:
-    """One that does not take 0 rows failed on ranks without tokens, and the others waited for these."""
+    """Regression: an expert that rejects 0 rows failed on ranks without tokens, and the others waited."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, 24), nn.AvgPool1d(2), nn.Linear(12, WIDTH)).double()
     plan = {"0": Experts(2 * comm.size, top_k=2, copy=True, balance="none")}

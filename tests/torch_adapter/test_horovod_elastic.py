@@ -1,4 +1,4 @@
-"""State that is committed and restored, and samplers that know what was processed."""
+"""Elastic state that is committed and restored, and samplers that record processed samples."""
 
 import warnings
 from typing import Any
@@ -38,7 +38,7 @@ def test_restore_goes_back_to_the_commit(comm: Any) -> None:
     state.commit()
     committed = parameters_of(network)
     ends = []
-    for _ in range(3):  # again: what is restored must not be what training then changes
+    for _ in range(3):  # again: training after a restore must not change the restored state
         for step in range(3, 6):
             train(comm, network, optimizer, scheduler, step)
         ends.append(parameters_of(network))
@@ -51,7 +51,7 @@ def test_restore_goes_back_to_the_commit(comm: Any) -> None:
     assert_close(ends[0], ends[2], 0)
 
 
-def test_sync_takes_everything_of_rank_0(comm: Any) -> None:
+def test_sync_copies_everything_from_rank_0(comm: Any) -> None:
     network, optimizer, scheduler = make(comm, seed=comm.rank)
     state: Any = TorchState(network, optimizer, scheduler=scheduler, epoch=comm.rank + 5)
     state.sync()
@@ -60,7 +60,7 @@ def test_sync_takes_everything_of_rank_0(comm: Any) -> None:
     assert_close(parameters_of(network), parameters_of(model()), 0)
     train(comm, network, optimizer, scheduler, 0)
     assert_same_everywhere(comm, parameters_of(network))
-    state.restore()  # what was synchronised counts as committed
+    state.restore()  # synchronised state counts as committed
     assert_close(parameters_of(network), parameters_of(model()), 0)
 
 
@@ -107,7 +107,7 @@ def test_run_restores_after_a_failed_operation(comm: Any) -> None:
         plain.step()
         schedule.step()
     assert_close(parameters_of(network), parameters_of(alone), 1e-9)
-    with pytest.raises(MismatchError):  # one that always fails ends it
+    with pytest.raises(MismatchError):  # a function that always fails ends it
         run(lambda state: hvd.allreduce(torch.ones(2 + comm.rank), name="always fails"))(state)
     optimizer.close()  # errors may keep it alive, and a join in another test would wait for it
 
@@ -117,10 +117,10 @@ def test_run_restores_after_a_failed_operation(comm: Any) -> None:
     "who", ["all", "one", "one, by name", "one, others gather", "one, half-way", "one of two optimizers", "hosts"]
 )
 def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: str) -> None:
-    """HorovodInternalError within `run` ended the job. Ranks that do not raise it learn of it where they wait.
+    """Regression: HorovodInternalError within `run` ended the job. Other ranks detect it where they wait.
 
-    By name they waited until COMMLIB_TIMEOUT, or for ever. With two optimizers on one communicator, where others wait
-    for the turn, restoring was a collective that the rank which had raised did not come to.
+    By name they waited until COMMLIB_TIMEOUT or for ever. With two optimizers on one communicator, while the
+    others waited for their turn, restoring was a collective that the raising rank did not join.
     """
     network, optimizer, scheduler = make(comm, seed=comm.rank)
     other = make(comm)[1] if who == "one of two optimizers" else None
@@ -150,7 +150,7 @@ def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: st
                     loss_of(network, mine(comm, batch(comm, state.step))).backward()
                 elif who in ("one", "hosts"):
                     comm.barrier()
-                elif who == "one, others gather":  # the meeting was taken for that: they got what ranks say there
+                elif who == "one, others gather":  # the agreement was taken for the gather: ranks received its messages
                     got = comm.all_gather_object(comm.rank)
                     raise AssertionError(f"gathered {got}")
                 else:
@@ -175,7 +175,7 @@ def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: st
     assert_close(parameters_of(network), parameters_of(alone), 1e-9)
     with pytest.raises(hvd.HorovodInternalError, match="again and again"):
         run_fn(_raise("again and again"), lambda: None)(state)
-    with pytest.raises(UsageError):  # the program's fault: to call it again would not help
+    with pytest.raises(UsageError):  # an error in the program: another attempt would not help
         run(lambda state: hvd.allreduce(torch.ones(2), op="no such"))(state)
     optimizer.close()
     if other is not None:
@@ -185,7 +185,7 @@ def test_an_error_that_the_program_raises_restores_the_commit(comm: Any, who: st
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("first", [True, False])
 def test_all_ranks_give_up_after_the_same_attempts(comm: Any, first: bool) -> None:
-    """Each counted alone, its way to the others as well: one gave up, and the others waited for it."""
+    """Regression: each rank counted alone, including its agreement with others: one stopped, and the others waited."""
     raising = 0 if first else comm.size - 1
     calls: list[int] = []
 
@@ -210,8 +210,8 @@ def _raise(text: str) -> Any:
 
 
 @pytest.mark.parametrize("skip_sync", [False, True])
-def test_hosts_that_change_keep_the_state(comm: Any, skip_sync: bool) -> None:
-    """As in Horovod: nothing is restored, what `run_fn` was given is called, and the state is taken from rank 0."""
+def test_a_change_of_hosts_keeps_the_state(comm: Any, skip_sync: bool) -> None:
+    """As in Horovod, nothing is restored, the callback of `run_fn` runs, and the state comes from rank 0."""
     state: Any = TorchState(mine=comm.rank)
     calls: list[str] = []
     state.register_reset_callbacks([lambda: calls.append("callback")])
@@ -222,11 +222,11 @@ def test_hosts_that_change_keep_the_state(comm: Any, skip_sync: bool) -> None:
         if len(calls) == 1:
             state.mine = 5 + comm.rank
             raise HostsUpdatedInterrupt(skip_sync)
-        found: int = state.mine
-        return found
+        result: int = state.mine
+        return result
 
-    found = run_fn(training, lambda: calls.append("reset"))(state)
-    assert found == (5 + comm.rank if skip_sync else 5)
+    result = run_fn(training, lambda: calls.append("reset"))(state)
+    assert result == (5 + comm.rank if skip_sync else 5)
     assert calls == ["called", "reset", "callback", "called"]
 
 
@@ -237,7 +237,7 @@ def test_sampler_shares_everything(comm: Any, length: int, shuffle: bool) -> Non
     shares = hvd.allgather_object(list(sampler))
     assert {len(share) for share in shares} == {len(sampler)} == {-(-length // comm.size)}
     assert {index for share in shares for index in share} == set(range(length))
-    assert list(sampler) == shares[comm.rank]  # once more, the same
+    assert list(sampler) == shares[comm.rank]  # once more: the result is the same
     if not shuffle:
         assert shares[0] == list(range(0, length, comm.size))
     elif length == 12:
@@ -246,8 +246,8 @@ def test_sampler_shares_everything(comm: Any, length: int, shuffle: bool) -> Non
         assert list(sampler) != first
 
 
-def test_sampler_goes_on_with_the_rest(comm: Any) -> None:
-    """Every rank processes another number of batches; after a restore, all share what nobody has processed."""
+def test_a_sampler_continues_with_unprocessed_samples(comm: Any) -> None:
+    """Every rank processes a different number of batches; after a restore, all share the unprocessed samples."""
     sampler = ElasticSampler(range(40), seed=1)
     state: Any = TorchState(sampler=sampler, batch=0)
     taken = list(sampler)
@@ -275,8 +275,8 @@ def test_sampler_goes_on_with_the_rest(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 3])
-def test_sampler_records_batches_after_a_restart_however_they_are_counted(comm: Any, start: int) -> None:
-    """A loop that goes on counting from the committed batch recorded others than it had processed, or none."""
+def test_a_sampler_records_batches_after_a_restart_under_any_numbering(comm: Any, start: int) -> None:
+    """Regression: a loop that continued counting from the committed batch recorded the wrong batches, or none."""
     sampler = ElasticSampler(range(12 * comm.size), seed=1)
     state: Any = TorchState(sampler=sampler, batch=0)
     processed: set[int] = set()
@@ -328,7 +328,7 @@ def test_a_commit_between_accumulating_passes_is_warned_of(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_a_commit_after_no_sync_is_warned_of(comm: Any) -> None:
-    """Only optimizers were asked, but not `DataParallel`. The warning named a line of this library."""
+    """Regression: only optimizers were checked, not `DataParallel`, and the warning named a line of this library."""
     network = model()
     wrapped = hvd.DataParallel(network)
     optimizer = torch.optim.SGD(network.parameters(), 0.1)
@@ -341,7 +341,7 @@ def test_a_commit_after_no_sync_is_warned_of(comm: Any) -> None:
     assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        network.zero_grad()  # nothing is there any more
+        network.zero_grad()  # no gradients remain
         state.commit()
         loss_of(wrapped, data).backward()
         state.commit()
@@ -349,8 +349,8 @@ def test_a_commit_after_no_sync_is_warned_of(comm: Any) -> None:
 
 @pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, hvd.GradScaler])
 @pytest.mark.parametrize("where", ["in the step", "after unscale_", "after the step", "hosts"])
-def test_a_scaler_begins_anew_after_a_step_that_failed(comm: Any, make_scaler: Any, where: str) -> None:
-    """It took the next gradients for unscaled, and the model moved by the scale times as far; or it refused them."""
+def test_a_scaler_restarts_after_a_failed_step(comm: Any, make_scaler: Any, where: str) -> None:
+    """Regression: it took the next gradients for unscaled, so that the step was too large, or refused them."""
     network, alone = model(), model()
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.05))
     scaler = make_scaler("cpu", init_scale=64.0)
@@ -391,8 +391,8 @@ def test_a_scaler_begins_anew_after_a_step_that_failed(comm: Any, make_scaler: A
 
 
 @pytest.mark.ranks(min=2)
-def test_passes_of_what_is_not_in_the_state_count_from_0_after_a_restart(comm: Any) -> None:
-    """A rank that had made one pass counted on from it: it reduced where others did not, and they parted."""
+def test_passes_outside_the_state_count_from_0_after_a_restart(comm: Any) -> None:
+    """Regression: a rank with one pass continued counting, reduced before the others did, and ranks diverged."""
     network, alone = model(), model()
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1), backward_passes_per_step=2)
     state: Any = TorchState(network, step=0)
@@ -402,7 +402,7 @@ def test_passes_of_what_is_not_in_the_state_count_from_0_after_a_restart(comm: A
     def training(state: Any) -> None:
         calls.append(state.step)
         while state.step < 3:
-            network.zero_grad()  # of which the optimizer does not learn
+            network.zero_grad()  # the optimizer does not notice
             for number in range(2):
                 loss_of(network, mine(comm, batch(comm, 2 * state.step + number))).backward()
                 if (state.step, number, len(calls), comm.rank) == (1, 0, 1, comm.size - 1):
@@ -426,7 +426,7 @@ def test_passes_of_what_is_not_in_the_state_count_from_0_after_a_restart(comm: A
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("raising", [0, 1])
 def test_samples_where_hosts_change_on_one_rank_alone(comm: Any, raising: int) -> None:
-    """The others went back to their commit, and that rank did not: what it had noted since was left out for good."""
+    """Regression: the others returned to their commit, and that rank did not: its recorded samples were lost."""
     weight = nn.Linear(1, 24, bias=False).double()
     nn.init.zeros_(weight.weight)
     sampler = ElasticSampler(range(24), shuffle=False)
@@ -454,8 +454,8 @@ def test_samples_where_hosts_change_on_one_rank_alone(comm: Any, raising: int) -
 
 
 @pytest.mark.ranks(min=2)
-def test_a_commit_that_one_rank_does_not_come_to_keeps_nothing(comm: Any) -> None:
-    """Others had kept the model when the sampler's part failed: it went on with new weights and the old sampler."""
+def test_a_commit_that_one_rank_misses_stores_nothing(comm: Any) -> None:
+    """Regression: others had stored the model when the sampler failed: the states did not match."""
     weight = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(weight.weight)
     sampler = ElasticSampler(list(range(6 * comm.size)), shuffle=False)

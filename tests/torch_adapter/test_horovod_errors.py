@@ -1,4 +1,4 @@
-"""Ranks that disagree are all told what about, and the next operation works."""
+"""Errors of ranks that disagree: all get the error, and the next operation works."""
 
 import random
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .values import check
 Call = Callable[[], Any]
 ONES = torch.ones(4, 2)
 
-# What all ranks but the last call, what the last one calls, and what the message says.
+# The call of all ranks but the last, the call of the last one, and the error message.
 MISMATCHES: dict[str, tuple[Call, Call, str]] = {
     "shape": (
         lambda: hvd.allreduce(ONES, name="bad"),
@@ -80,18 +80,18 @@ MISMATCHES: dict[str, tuple[Call, Call, str]] = {
 @pytest.mark.parametrize("kind", MISMATCHES)
 def test_ranks_that_disagree(comm: Any, kind: str) -> None:
     usual, odd, message = MISMATCHES[kind]
-    for _ in range(2):  # also when the name is known by then
+    for _ in range(2):  # also when the name is already known
         with pytest.raises(MismatchError, match=message) as caught:
             (odd if comm.rank == comm.size - 1 else usual)()
         assert isinstance(caught.value, hvd.HorovodInternalError) and isinstance(caught.value, RuntimeError)
         assert "bad" in str(caught.value)
         check(hvd.allreduce(torch.ones(3), name="good", op=hvd.Sum), torch.full((3,), float(comm.size)))
-        check(hvd.allreduce(ONES, name="bad", op=hvd.Sum), ONES * comm.size)  # and the name is free again
+        check(hvd.allreduce(ONES, name="bad", op=hvd.Sum), ONES * comm.size)  # the name is free again
 
 
 @pytest.mark.ranks(min=2)
 def test_a_mismatch_disturbs_no_other_operation(comm: Any) -> None:
-    """All are submitted before any is waited for, in another order on every rank."""
+    """All are submitted before any wait, in a different order on every rank."""
     order = [*range(6)]
     random.Random(comm.rank).shuffle(order)
     handles = {}
@@ -106,8 +106,8 @@ def test_a_mismatch_disturbs_no_other_operation(comm: Any) -> None:
             check(hvd.synchronize(handles[n]), torch.full((4,), float(n * comm.size)))
 
 
-def test_a_name_that_is_pending(comm: Any) -> None:
-    """Refused at once, and the one that is pending is not disturbed."""
+def test_a_pending_name_is_refused(comm: Any) -> None:
+    """The second submission is refused at once, and the pending operation is not disturbed."""
     comm.barrier()
     if comm.rank == 0 and comm.size > 1:
         handle = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
@@ -121,7 +121,7 @@ def test_a_name_that_is_pending(comm: Any) -> None:
     check(hvd.allreduce(torch.ones(2), name="twice", op=hvd.Sum), torch.full((2,), float(comm.size)))
 
 
-def test_refused_here(comm: Any) -> None:
+def test_invalid_arguments_are_refused_locally(comm: Any) -> None:
     with pytest.raises(UsageError, match="op or average, not both"):
         hvd.allreduce(ONES, average=True, op=hvd.Sum)
     with pytest.raises(UsageError, match="op is 17"):
@@ -153,11 +153,11 @@ def test_refused_here(comm: Any) -> None:
     if comm.size == 3:
         with pytest.raises(UsageError, match="not divisible by 3 ranks"):
             hvd.alltoall(ONES)
-    assert hvd.allgather_object(comm.rank) == list(range(comm.size))  # and go on
+    assert hvd.allgather_object(comm.rank) == list(range(comm.size))  # communication still works
 
 
 def test_thousands_of_tensors_in_any_order(comm: Any) -> None:
-    """2000 small tensors, submitted in another random order on every rank, twice: the second time by known names."""
+    """2000 small tensors, submitted twice in random orders that differ between ranks; later the names are known."""
     count = 2000
     for round_ in range(2):
         order = list(range(count))

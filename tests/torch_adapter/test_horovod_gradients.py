@@ -17,7 +17,7 @@ NAMED = pytest.mark.parametrize("named", [True, False])
 
 
 def weights(rank: int, rows: int) -> Tensor:
-    """The gradient that arrives at a rank's result: other ones on every rank."""
+    """The gradient of a rank's result, which differs between ranks."""
     return torch.mul(torch.arange(rows * 2.0).reshape(rows, 2) + 1, 2**rank)
 
 
@@ -56,7 +56,7 @@ def test_grouped_allreduce(comm: Any) -> None:
     check(y.grad, torch.as_tensor(sum(weights(rank, 2) for rank in range(comm.size))))
     x.grad = None
     first, _ = hvd.grouped_allreduce([x, y], op=hvd.Sum)
-    first.sum().backward()  # of the other result there is no gradient
+    first.sum().backward()  # the other result has no gradient
     check(x.grad, torch.full((4, 2), float(comm.size)))
 
 
@@ -96,7 +96,7 @@ def test_broadcast(comm: Any, named: bool) -> None:
 
 @NAMED
 def test_alltoall(comm: Any, named: bool) -> None:
-    """Each rank gets its own rows' gradients back, from where they went; a row that was not sent gets zeros."""
+    """Each rank receives the gradients of its own rows; rows that were not sent have zeros."""
     splits = [peer + 1 for peer in range(comm.size)]
     x = leaf(comm, sum(splits) + 1)
     out, received = hvd.alltoall(x, torch.tensor(splits), name=name_of(named))

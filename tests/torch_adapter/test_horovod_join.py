@@ -1,4 +1,4 @@
-"""Ranks that run out of data: the others go on, and their results are what Horovod promises."""
+"""Join: when ranks run out of data, the others continue with the results that Horovod promises."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .values import check, of, share
 
 
 def active(comm: Any, step: int) -> list[int]:
-    """The ranks that have a batch in this step: rank r has r + 1."""
+    """The ranks with a batch in this step: rank r has r + 1 batches."""
     return [rank for rank in range(comm.size) if step <= rank]
 
 
@@ -71,7 +71,7 @@ def test_a_broadcast_from_a_rank_that_has_joined(comm: Any) -> None:
     ],
 )  # fmt: skip
 def test_training_with_uneven_numbers_of_batches(comm: Any, kind: str, overlap: bool) -> None:
-    """Rank r has r + 2 batches. The last one trains like a process that averages over all ranks, with zeros of some."""
+    """Rank r has r + 2 batches. The result matches a process that averages over all ranks, with zeros for some."""
 
     class Halves:
         def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -81,12 +81,12 @@ def test_training_with_uneven_numbers_of_batches(comm: Any, kind: str, overlap: 
             return tensor * 2
 
     def network() -> nn.Module:
-        made = model()
+        built = model()
         if kind == "sparse":
             with torch.random.fork_rng():
                 torch.manual_seed(1)
-                made.insert(0, nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(0, 1)).double())
-        return made
+                built.insert(0, nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(0, 1)).double())
+        return built
 
     def rows(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = batch(comm, step)
@@ -124,13 +124,13 @@ def test_training_with_uneven_numbers_of_batches(comm: Any, kind: str, overlap: 
     gradients = [None if p.grad is None else p.grad.clone() for p in trained.parameters()]
     assert hvd.join() == comm.size - 1
     tolerance = 2e-3 if kind == "bf16" else 1e-10
-    assert_close(parameters_of(trained), mid, tolerance)  # of a rank that has joined they stay what they were
+    assert_close(parameters_of(trained), mid, tolerance)  # the weights of a rank that has joined do not change
     for parameter, gradient in zip(trained.parameters(), gradients, strict=True):
         assert (parameter.grad is None) == (gradient is None)
         assert gradient is None or torch.equal(parameter.grad.to_dense(), gradient.to_dense())  # type: ignore[union-attr]
     hvd.broadcast_parameters(trained.state_dict(), comm.size - 1)
     assert_close(parameters_of(trained), parameters_of(alone), tolerance)
-    # And everybody goes on together.
+    # All ranks continue together.
     own.zero_grad()
     loss_of(called, rows(9, comm.rank)).backward()
     own.step()
@@ -138,22 +138,22 @@ def test_training_with_uneven_numbers_of_batches(comm: Any, kind: str, overlap: 
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_two_optimizers(comm: Any, apart: bool, overlap: bool) -> None:
-    """One that joined could not tell which reduces next, and was refused while the others went on."""
-    group = commlib.world().split(0) if apart else None
+def test_two_optimizers(comm: Any, separate: bool, overlap: bool) -> None:
+    """Regression: a rank that had joined could not know which optimizer reduces next, and was refused."""
+    group = commlib.world().split(0) if separate else None
 
     def make(wrapped: bool) -> Any:
         one, two = model(), nn.Linear(3, 3).double()
         with torch.no_grad():
             two.weight.copy_(torch.eye(3))
             two.bias.fill_(0.5)
-        made: list[Any] = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, two)]
+        created: list[Any] = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, two)]
         if wrapped:
-            made[0] = hvd.DistributedOptimizer(made[0], overlap=overlap, bucket_cap_mib=1e-4)
-            made[1] = hvd.DistributedOptimizer(made[1], overlap=overlap, ranks=group)
-        return one, two, *made
+            created[0] = hvd.DistributedOptimizer(created[0], overlap=overlap, bucket_cap_mib=1e-4)
+            created[1] = hvd.DistributedOptimizer(created[1], overlap=overlap, ranks=group)
+        return one, two, *created
 
     def step(parts: Any, losses: Any) -> None:
         one, two, first, second = parts
@@ -185,4 +185,4 @@ def test_two_optimizers(comm: Any, apart: bool, overlap: bool) -> None:
         hvd.broadcast_parameters(network.state_dict(), comm.size - 1)
     for network, other in zip(own[:2], alone[:2], strict=True):
         assert_close(parameters_of(network), parameters_of(other), 1e-11)
-    step(own, Losses([comm.rank], 9))  # and everybody goes on together
+    step(own, Losses([comm.rank], 9))  # all ranks continue together

@@ -1,4 +1,4 @@
-"""DistributedOptimizer with Horovod's options: P ranks train like one process that has the whole batch."""
+"""DistributedOptimizer with Horovod's options: P ranks train like one process with the whole batch."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ EXACT = 1e-11
 
 
 class Halves:
-    """A compressor of one's own that loses nothing: sends half of everything, as [n, 1]."""
+    """A lossless user-defined compressor: it halves every value and sends [n, 1]."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         return (tensor / 2).reshape(-1, 1), tensor.shape
@@ -30,7 +30,7 @@ class Halves:
         return tensor.reshape(ctx) * 2
 
 
-# Options, and how far from one process's training they may lead.
+# Options, and the allowed difference from training in one process.
 OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
     "positional": ({}, EXACT),
     "sum": ({"op": hvd.Sum}, EXACT),
@@ -77,7 +77,7 @@ def test_options(comm: Any, kind: str, overlap: bool) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_compression_does_round(comm: Any) -> None:
-    """The test above can fail: what arrives has been float16."""
+    """The test above can fail: the received values have been float16."""
     network = model()
     optimizer = wrap(network, compression=hvd.Compression.fp16)
     loss_of(network, mine(comm, batch(comm))).backward()
@@ -89,7 +89,7 @@ def test_compression_does_round(comm: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["fp16", "own compressor", "predivide", "groups", "sum, compressed"])
 def test_accumulation(comm: Any, kind: str) -> None:
-    """Several passes, a pass without reduction, a gradient that is kept, and one more after the reduction."""
+    """Several passes, a pass without reduction, a gradient kept by user code, and a pass after the reduction."""
     options, tolerance = OPTIONS[kind]
     scale = comm.size if options.get("op") == hvd.Sum else 1
     network, alone = model(), model()
@@ -112,7 +112,7 @@ def test_accumulation(comm: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fp16", "own compressor", "predivide", "groups"])
 def test_unused_parameters(comm: Any, kind: str) -> None:
-    """One is used on rank 0 only, one on no rank: that keeps no gradient."""
+    """One parameter is used on rank 0 only, and one on no rank, which leaves it without a gradient."""
     options, tolerance = OPTIONS[kind]
     parts = nn.ModuleList([nn.Linear(2, 1, bias=False).double() for _ in range(3)])
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_unused_parameters(comm: Any, kind: str) -> None:
 
 
 def test_clipping_as_with_horovod(comm: Any) -> None:
-    """synchronize, clip, and a step that must not reduce again; or no such call at all."""
+    """Call synchronize, clip, and step without another reduction; or make no such call at all."""
     results = []
     for kind in ("horovod", "plain", "reference"):
         network = model()
@@ -156,7 +156,7 @@ def test_clipping_as_with_horovod(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_a_step_that_skips(comm: Any) -> None:
-    """Without it, step() reduces what no_sync left; with it, every rank steps by itself."""
+    """Normally step() reduces the gradients left by no_sync; with skip_synchronize, every rank steps alone."""
     network = model()
     optimizer = wrap(network)
     with optimizer.no_sync():
@@ -169,7 +169,7 @@ def test_a_step_that_skips(comm: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["fp16", "own compressor", "positional"])
 def test_gradient_scaler(comm: Any, kind: str) -> None:
-    """One rank overflows: all see it, skip the step and lower the scale."""
+    """If one rank overflows, all ranks skip the step and lower the scale."""
     network = model(dtype=torch.float32)
     optimizer = wrap(network, **OPTIONS[kind][0])
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -189,7 +189,7 @@ def test_gradient_scaler(comm: Any, kind: str) -> None:
 
 
 def adasum(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """The definition: neighbours first, then neighbours of neighbours; those beyond a power of two join the first."""
+    """The definition: combine neighbours, then pairs of neighbours; ranks beyond a power of two join the first ones."""
     power = 1 << (len(parts).bit_length() - 1)
 
     def pair(a: Any, b: Any) -> Any:
@@ -203,7 +203,7 @@ def adasum(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, Halves()])
 def test_adasum(comm: Any, compression: Any) -> None:
-    """Every rank's own step, and the Adasum of these: per tensor."""
+    """Adasum combines the ranks' own steps per tensor."""
     network = model()
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.Adam(network.parameters(), lr=0.01), network.named_parameters(), compression, op=hvd.Adasum
@@ -243,11 +243,11 @@ def test_adasum_where_a_rank_has_no_gradient(comm: Any) -> None:
     alone = model()
     loss_of(alone, (batch(comm)[0][:4], batch(comm)[1][:4])).backward()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    assert_close(parameters_of(network), parameters_of(alone), EXACT)  # the others add nothing
+    assert_close(parameters_of(network), parameters_of(alone), EXACT)  # the others contribute nothing
 
 
 def test_groups_share_buckets(comm: Any) -> None:
-    """What is grouped is one bucket, however large, and the rest goes as usual."""
+    """A group is one bucket, whatever its size; other parameters are bucketed as usual."""
     network = model()
     parameters = list(network.parameters())
     optimizer = wrap(network, groups=[[parameters[0], parameters[5]], parameters[2:4]])
@@ -297,8 +297,8 @@ def test_add_param_group_keeps_the_options(comm: Any) -> None:
     assert optimizer.reducer.options == Options(compression=hvd.Compression.fp16, passes_per_step=2)
 
 
-def test_refused(comm: Any) -> None:
-    """What Horovod answers with a ValueError."""
+def test_invalid_options_are_refused(comm: Any) -> None:
+    """The cases in which Horovod raises ValueError."""
     network = model()
     parameters = list(network.parameters())
 
@@ -335,6 +335,6 @@ def test_refused(comm: Any) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_ranks_with_other_options(comm: Any, odd: dict[str, Any]) -> None:
+def test_ranks_with_different_options_are_refused(comm: Any, odd: dict[str, Any]) -> None:
     with pytest.raises(MismatchError, match="data-parallel parameters"):
         wrap(model(), **(odd if comm.rank == comm.size - 1 else {}))

@@ -1,4 +1,4 @@
-"""Operations of some of the ranks."""
+"""Process sets: operations on some of the ranks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +19,9 @@ RANKS = [0, 2]
 @pytest.fixture
 def pair() -> Iterator[hvd.ProcessSet]:
     """Ranks 0 and 2."""
-    made = hvd.add_process_set(RANKS)
-    yield made
-    assert hvd.remove_process_set(made)
+    process_set = hvd.add_process_set(RANKS)
+    yield process_set
+    assert hvd.remove_process_set(process_set)
 
 
 @pytest.mark.ranks(min=3)
@@ -43,7 +43,7 @@ def test_every_verb(comm: Any, pair: hvd.ProcessSet) -> None:
         check(x.grad, torch.full((6, 3), 2.0))
         check(hvd.allreduce(own, process_set=pair), summed / 2)
         check(hvd.allgather(own[: place + 1], process_set=pair), torch.cat([parts[0][:1], parts[1][:2]]))
-        check(hvd.broadcast(own, root_rank=2, process_set=pair), parts[1])  # the rank of the world
+        check(hvd.broadcast(own, root_rank=2, process_set=pair), parts[1])  # the root is a rank of the world
         check(hvd.reducescatter(own, op=hvd.Sum, process_set=pair), summed[share(6, 2, place)])
         check(
             hvd.alltoall(own, [1, 2], process_set=pair)[0], torch.cat([p[:1] if not place else p[1:3] for p in parts])
@@ -64,7 +64,7 @@ def test_every_verb(comm: Any, pair: hvd.ProcessSet) -> None:
 
 @pytest.mark.ranks(min=3)
 def test_optimizer(comm: Any, pair: hvd.ProcessSet) -> None:
-    """Ranks of the set train together, again and again; the others step by themselves, where they were refused."""
+    """Regression: ranks of the set train together repeatedly; the others step alone, where they were refused."""
 
     class Copies:
         def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
@@ -95,8 +95,8 @@ def test_optimizer(comm: Any, pair: hvd.ProcessSet) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_outside_the_set_has_an_optimizer_like_the_others(comm: Any) -> None:
-    """Closures, clipping, accumulation, saving: one script for all ranks."""
+def test_a_rank_outside_the_set_can_run_the_same_script(comm: Any) -> None:
+    """Closures, clipping, accumulation and saving work in one script for all ranks."""
     first = hvd.add_process_set([0])
     network, alone = model(), model()
     plain = torch.optim.Adam(alone.parameters(), lr=0.1)
@@ -129,7 +129,7 @@ def test_a_rank_outside_the_set_has_an_optimizer_like_the_others(comm: Any) -> N
     assert hvd.remove_process_set(first)
 
 
-def test_a_set_that_is_not_registered_is_refused(comm: Any) -> None:
+def test_an_unregistered_set_is_refused(comm: Any) -> None:
     everything: list[dict[str, Any]] = [{}, {"op": hvd.Adasum}]
     for options in everything:
         optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
@@ -150,7 +150,7 @@ def test_sync_batch_norm(comm: Any, pair: hvd.ProcessSet) -> None:
 
 @pytest.mark.ranks(min=3)
 def test_names_of_different_sets_are_different_names(comm: Any, pair: hvd.ProcessSet) -> None:
-    """The same name is pending in the set and among all ranks at once."""
+    """A name may be pending in the set and among all ranks at the same time."""
     handle = None
     if comm.rank in RANKS:
         handle = hvd.allreduce_async(torch.ones(2), name="x", op=hvd.Sum, process_set=pair)

@@ -15,7 +15,7 @@ ROWS, TINY = 11, 1e-4
 
 
 class Bag(nn.Module):
-    """Two tables, of which the second is not always used, and dense layers."""
+    """Two tables, the second of which is not always used, and dense layers."""
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def numbers_of(rank: int, step: int) -> Tensor:
 
 
 def use_second(rank: int, step: int) -> bool:
-    """In no rank at first, then on rank 0 only, then on all."""
+    """No rank uses it at first, then rank 0 only, then all ranks."""
     return step > 2 or (step > 0 and rank == 0)
 
 
@@ -100,8 +100,8 @@ def test_training(comm: Any, kind: str, overlap: bool) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"compression": Copies()}, {"compression": hvd.Compression.bf16}])
 @pytest.mark.parametrize("as_dense", [True, False])
-def test_sparse_adam_of_tables_that_travel_dense(comm: Any, as_dense: bool, options: dict[str, Any]) -> None:
-    """It takes sparse gradients only: what travelled dense came back dense. Not all ranks use all tables, always."""
+def test_sparse_adam_accepts_gradients_reduced_as_dense(comm: Any, as_dense: bool, options: dict[str, Any]) -> None:
+    """Regression: it takes sparse gradients only, but received dense ones. Not all ranks always use all tables."""
     network, alone = Bag(sparse=True), Bag(sparse=True)
 
     def optimizers(mod: Bag) -> Any:
@@ -126,7 +126,7 @@ def test_sparse_adam_of_tables_that_travel_dense(comm: Any, as_dense: bool, opti
 
 @pytest.mark.ranks(min=2)
 def test_the_table_leaves_its_bucket(comm: Any) -> None:
-    """Once ranks know that a gradient is sparse, not a byte of zeros is sent for it."""
+    """Once ranks know that a gradient is sparse, they send no zeros for it."""
     network = nn.Embedding(100_000, 8, sparse=True)
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     sent = []
@@ -140,7 +140,7 @@ def test_the_table_leaves_its_bucket(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_sparse_here_and_dense_there(comm: Any) -> None:
+def test_a_gradient_sparse_on_some_ranks_only_is_refused(comm: Any) -> None:
     network = nn.Embedding(5, 2, sparse=comm.rank == 0)
     hvd.DistributedOptimizer(optimizer := torch.optim.SGD(network.parameters(), lr=0.1), network.named_parameters())
     with pytest.raises(MismatchError, match="weight is sparse on some ranks and dense on others"):
@@ -149,7 +149,7 @@ def test_sparse_here_and_dense_there(comm: Any) -> None:
 
 
 def test_sparse_adam(comm: Any) -> None:
-    """An optimizer that takes nothing but sparse gradients."""
+    """An optimizer that accepts only sparse gradients."""
     network, alone = nn.Embedding(7, 2, sparse=True), nn.Embedding(7, 2, sparse=True)
     alone.load_state_dict({"weight": hvd.broadcast(network.weight.detach(), 0)})
     network.load_state_dict(alone.state_dict())

@@ -1,4 +1,4 @@
-"""SyncBatchNorm: like nn.BatchNorm on the batches of all ranks put together."""
+"""SyncBatchNorm equals nn.BatchNorm on the concatenated batches of all ranks."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ def with_parameters(layer: Any) -> Any:
 
 
 def compare(comm: Any, layer: Any, plain: Any, rows: list[int], dimensions: int = 4, **how: Any) -> None:
-    """Train both for some steps, forward and backward, and compare everything that comes out of it."""
+    """Train both for some steps, forward and backward, and compare all results."""
     dtype = how.get("dtype", torch.float64)
     tolerance = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
     for step in range(3):
@@ -47,7 +47,7 @@ def compare(comm: Any, layer: Any, plain: Any, rows: list[int], dimensions: int 
         assert whole.grad is not None
         assert_close(mine.grad, whole.grad[own], tolerance)
         for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
-            total = hvd.allreduce(one.grad, op=hvd.Sum)  # what an optimizer would do
+            total = hvd.allreduce(one.grad, op=hvd.Sum)  # as an optimizer does
             assert_close(total, other.grad, 10 * tolerance)
             one.grad = other.grad = None
         for one, other in zip(layer.buffers(), plain.buffers(), strict=True):
@@ -99,8 +99,8 @@ def test_arguments(comm: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_digits_that_sums_of_squares_would_lose(comm: Any) -> None:
-    """A mean of 10^4 and a deviation of 10^-1 in float32: their squares differ in the tenth digit."""
+def test_large_means_lose_no_precision(comm: Any) -> None:
+    """A mean of 10^4 and a deviation of 10^-1 in float32: the squares differ in the tenth digit."""
     layer = hvd.SyncBatchNorm(1, affine=False)
     noise = torch.randn(1000, 1, generator=torch.Generator().manual_seed(comm.rank)) / 10
     x = 1e4 + noise
@@ -112,7 +112,7 @@ def test_digits_that_sums_of_squares_would_lose(comm: Any) -> None:
 
 
 def test_too_few_values(comm: Any) -> None:
-    """On all ranks together there is one: an error everywhere, as of nn.BatchNorm."""
+    """All ranks together have one value: an error on each, as in nn.BatchNorm."""
     layer = hvd.SyncBatchNorm(CHANNELS)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer(torch.ones(1 if comm.rank == 0 else 0, CHANNELS))
@@ -154,7 +154,7 @@ def test_convert_and_train(comm: Any) -> None:
     assert_close(list(converted.state_dict().values()), list(alone.state_dict().values()), 1e-9)
 
 
-def test_what_convert_keeps(comm: Any) -> None:
+def test_conversion_keeps_attributes(comm: Any) -> None:
     plain = nn.BatchNorm1d(3, eps=0.5, momentum=0.25)
     weight = plain.weight
     plain(torch.randn(4, 3))

@@ -1,4 +1,4 @@
-"""Operations by name, with Horovod's arguments: every verb, form and dtype, against what is computed here."""
+"""Operations by name, with Horovod's arguments: every verb, form and dtype, compared with local computation."""
 
 import itertools
 from typing import Any
@@ -24,7 +24,7 @@ def total(tensors: list[Tensor]) -> Tensor:
 
 
 def mean(comm: Any, tensors: list[Tensor]) -> Tensor:
-    """Whole numbers are divided towards zero."""
+    """Whole numbers are rounded towards zero."""
     dtype = tensors[0].dtype
     if dtype in INTEGERS:
         return torch.div(total([tensor.long() for tensor in tensors]), comm.size, rounding_mode="trunc").to(dtype)
@@ -32,7 +32,7 @@ def mean(comm: Any, tensors: list[Tensor]) -> Tensor:
     return torch.div(total([tensor.to(wide) for tensor in tensors]), comm.size).to(dtype)
 
 
-def test_who_am_i(comm: Any) -> None:
+def test_rank_and_size(comm: Any) -> None:
     assert hvd.init() is commlib.world()
     assert hvd.is_initialized()
     assert (hvd.rank(), hvd.size()) == (comm.rank, comm.size)
@@ -93,7 +93,7 @@ def test_every_form_of_tensor(comm: Any, form: str, dtype: torch.dtype) -> None:
         done = verb(target, op=hvd.Sum) if verb is hvd.allreduce_ else verb(target, last)
         assert done is target
         check(target, result)
-        assert target._version > version  # autograd is told
+        assert target._version > version  # autograd detects the write
 
 
 def test_tensors_without_dimensions(comm: Any) -> None:
@@ -145,7 +145,7 @@ def test_movement_of_every_dtype(comm: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
 def test_alltoall_with_splits(comm: Any, kind: Any) -> None:
-    """Rank r sends (r + peer) % 3 rows to each peer, of which some are none; the last row goes nowhere."""
+    """Rank r sends (r + peer) % 3 rows to each peer, possibly none; the last row is not sent."""
     splits = [(comm.rank + peer) % 3 for peer in range(comm.size)]
     rows = [torch.full((n, 2), 10 * comm.rank + peer) for peer, n in enumerate(splits)]
     sent = torch.cat([*rows, torch.full((1, 2), -1)])
@@ -195,7 +195,7 @@ def test_groups(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16])
-def test_compression_rounds_to_what_is_sent(comm: Any, compression: Any) -> None:
+def test_compression_rounds_to_the_transmitted_dtype(comm: Any, compression: Any) -> None:
     exact = 1 + torch.arange(6.0).reshape(3, 2) * 2.0**-12
     wire = compression.wire or torch.float32
     expected = (torch.stack([(exact + rank).to(wire).double() for rank in range(comm.size)]).sum(0)).to(wire).float()
@@ -209,7 +209,7 @@ def test_compression_rounds_to_what_is_sent(comm: Any, compression: Any) -> None
 
 
 def test_any_order_and_poll(comm: Any) -> None:
-    """Every rank submits in another order, and one of them late."""
+    """Every rank submits in a different order, and one of them late."""
     order = list(range(8))
     order = order[comm.rank :] + order[: comm.rank]
     if comm.rank == comm.size - 1:
@@ -220,7 +220,7 @@ def test_any_order_and_poll(comm: Any) -> None:
         assert hvd.poll(handles[n])
 
 
-def test_a_handle_is_not_done_before_all_have_come(comm: Any) -> None:
+def test_a_handle_is_not_done_before_all_ranks_have_submitted(comm: Any) -> None:
     if comm.rank == 0:
         handle = hvd.allreduce_async(torch.ones(2), name="waits", op=hvd.Sum)
         polled = hvd.poll(handle)
@@ -243,8 +243,8 @@ def test_barrier_and_objects(comm: Any) -> None:
     assert hvd.allgather_object(comm.rank, name="ranks") == list(range(comm.size))
 
 
-def test_names_that_ordered_verbs_have_too(comm: Any) -> None:
-    """With ranks= they are the ordered verb on those ranks; root= is root_rank= by another name."""
+def test_names_shared_with_ordered_verbs(comm: Any) -> None:
+    """With ranks= these names are the ordered verbs on those ranks; root= is another name of root_rank=."""
     group = comm.split(comm.rank % 2, comm.rank)
     mine = torch.tensor([comm.rank])
     check(hvd.broadcast(mine, ranks=group), torch.tensor([comm.rank % 2]))

@@ -1,4 +1,4 @@
-"""Gradients that a user keeps: they are views of buckets, and must stay what they are all the same."""
+"""Gradients kept by user code: they are views of buckets, but later steps must not change them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values(kept: Any) -> list[float]:
 
 
 class Two(nn.Module):
-    """The gradient of `one` is what it is called with; `other` shares its bucket, and `rare` is not always used."""
+    """The gradient of `one` equals the input; `other` shares its bucket, and `rare` is not always used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Two(nn.Module):
 
 
 def wrapped(kind: str, model: nn.Module, **options: Any) -> tuple[Any, Any]:
-    """Return (the module to call, the optimizer)."""
+    """Return the module to call and the optimizer."""
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
     if kind == "DataParallel":
         return DataParallel(model, **options), plain
@@ -55,8 +55,8 @@ def wrapped(kind: str, model: nn.Module, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("kind", ["DistributedOptimizer", "DataParallel"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("how", KEEPERS)
-def test_a_kept_gradient_stays_what_it_is(comm: Any, kind: str, overlap: bool, how: str) -> None:
-    """Four gradients kept over zero_grad() should have been 0 1 2 3, and all were 3."""
+def test_a_kept_gradient_does_not_change(comm: Any, kind: str, overlap: bool, how: str) -> None:
+    """Regression: four gradients kept over zero_grad() were all 3, not 0, 1, 2 and 3."""
     model = Two()
     call, optimizer = wrapped(kind, model, overlap=overlap)
     kept = []
@@ -71,8 +71,8 @@ def test_a_kept_gradient_stays_what_it_is(comm: Any, kind: str, overlap: bool, h
 
 
 @pytest.mark.ranks(min=2)
-def test_one_rank_may_keep_what_the_others_do_not(comm: Any) -> None:
-    """Then its bucket is in memory of its own, the other ranks' in symmetric memory, and the sums are right."""
+def test_one_rank_may_keep_a_gradient_alone(comm: Any) -> None:
+    """Its bucket moves to private memory, those of other ranks stay in symmetric memory, and the sums are correct."""
     model = Two()
     _, optimizer = wrapped("DistributedOptimizer", model, op="sum")
     kept = []
@@ -88,7 +88,7 @@ def test_one_rank_may_keep_what_the_others_do_not(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_memory_is_symmetric_again_once_nobody_keeps_it(comm: Any) -> None:
+def test_memory_is_symmetric_again_once_no_gradient_is_kept(comm: Any) -> None:
     model = Two()
     _, optimizer = wrapped("DistributedOptimizer", model, overlap=False)
 
@@ -106,12 +106,12 @@ def test_memory_is_symmetric_again_once_nobody_keeps_it(comm: Any) -> None:
     engine = step(4)
     assert not engine.is_private(0)
     later = model.one.grad
-    assert not step(5).is_private(0)  # it was kept before: so it has memory of its own now
+    assert not step(5).is_private(0)  # the gradient of the previous step was kept, so the bucket is private now
     assert values(later) == [4] and values(model.one.grad) == [5]
 
 
 @pytest.mark.ranks(min=2)
-def test_nothing_moves_where_nothing_is_kept(comm: Any) -> None:
+def test_buckets_do_not_move_without_kept_gradients(comm: Any) -> None:
     for set_to_none in (True, False):
         model = Two()
         _, optimizer = wrapped("DistributedOptimizer", model)
@@ -126,7 +126,7 @@ def test_nothing_moves_where_nothing_is_kept(comm: Any) -> None:
         assert {model.one.grad.data_ptr(), model.other.grad.data_ptr()} == slots  # type: ignore[union-attr]
 
 
-def test_a_gradient_that_accumulates_changes_for_who_keeps_it_as_in_plain_torch(comm: Any) -> None:
+def test_a_kept_gradient_accumulates_as_in_plain_torch(comm: Any) -> None:
     model, alone = Two(), Two()
     _, optimizer = wrapped("DistributedOptimizer", model, overlap=False)
     plain = torch.optim.SGD(alone.parameters(), lr=0.0)
@@ -159,8 +159,8 @@ def test_kept_with_several_backward_passes_per_step(comm: Any, passes: int) -> N
 
 
 @pytest.mark.ranks(min=2)
-def test_a_kept_gradient_of_a_parameter_that_is_not_used_next(comm: Any) -> None:
-    """The slot of a gradient that this rank lacks is filled with zeros: under whoever kept the last one."""
+def test_a_kept_gradient_of_an_unused_parameter_does_not_change(comm: Any) -> None:
+    """The slot of a missing gradient is filled with zeros, which must not change a kept gradient."""
     model = Two()
     _, optimizer = wrapped("DistributedOptimizer", model)
     kept = []
@@ -172,8 +172,8 @@ def test_a_kept_gradient_of_a_parameter_that_is_not_used_next(comm: Any) -> None
 
 
 @pytest.mark.ranks(min=2)
-def test_kept_where_no_backward_runs(comm: Any) -> None:
-    """A rank without a loss takes part by step(): with zeros, which must not show in what it has kept."""
+def test_a_kept_gradient_does_not_change_on_ranks_without_backward(comm: Any) -> None:
+    """A rank without a loss contributes zeros in step(), which must not appear in its kept gradients."""
     model = Two()
     _, optimizer = wrapped("DistributedOptimizer", model)
     model(2.0).backward()
@@ -189,7 +189,7 @@ def test_kept_where_no_backward_runs(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_kept_by_a_rank_that_joins(comm: Any) -> None:
+def test_a_rank_that_joins_may_keep_gradients(comm: Any) -> None:
     model = Two()
     _, optimizer = wrapped("DistributedOptimizer", model)
     kept = []
@@ -221,7 +221,7 @@ def test_a_closure_may_keep_gradients(comm: Any) -> None:
 
 
 def test_an_optimizer_may_keep_gradients_in_its_state(comm: Any) -> None:
-    """As methods with variance reduction do: the difference of two gradients was zero."""
+    """Regression: in methods with variance reduction, the difference of two gradients was zero."""
 
     class Difference(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
@@ -244,8 +244,8 @@ def test_an_optimizer_may_keep_gradients_in_its_state(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_kept_where_autograd_builds_a_graph_of_gradients(comm: Any, set_to_none: bool) -> None:
-    """With create_graph autograd adds to no gradient in place: it makes a new one, and the old stays what it is."""
+def test_gradients_may_be_kept_with_create_graph(comm: Any, set_to_none: bool) -> None:
+    """With create_graph autograd does not accumulate in place: it creates a new gradient, and the old one stays."""
     model, alone = Two(), Two()
     _, optimizer = wrapped("DistributedOptimizer", model)
     plain = torch.optim.SGD(alone.parameters(), lr=0.0)
@@ -277,7 +277,7 @@ def test_kept_in_other_dtypes(comm: Any, dtype: torch.dtype) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", ["fp16", "int8", "topk:ratio=0.1", "powersgd:rank=2", "dgc:ratio=0.1"])
 def test_keeping_does_not_change_compressed_training(comm: Any, name: str) -> None:
-    """Where a bucket moves, what compression remembers of it stays: weights are the same bits, kept or not."""
+    """Moving a bucket preserves the state of its compression: weights have the same bits."""
     ends = []
     for keeps in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Tensors of a device: torch's, on the late device. What torch computes is there at once, what commlib does is late."""
+"""Torch's tensors on the late device: torch computes at once, and commlib's work is late."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.torch_adapter.late import HostStream, HostTensors, late
 
 @pytest.fixture(scope="module", params=["staged", "peers"])
 def group(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    """All ranks; late streams wait for those of other ranks, or all goes through the host."""
+    """A group of all ranks whose late streams wait for those of other ranks, or use the host."""
     world = commlib.init()
     settings = Config(timeout=20, device_slot_kib=64, device_peers=request.param == "peers")
     runtime = Runtime(settings, world.runtime.ranks_on_node)
-    made = Communicator(MpiTransport(world.native.Dup()), runtime, f"late {request.param}")
+    ranks = Communicator(MpiTransport(world.native.Dup()), runtime, f"late {request.param}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LATE, "has_signals", True)
-        yield made
-        made.close()
+        yield ranks
+        ranks.close()
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostTensors]:
     yield place
     place.close()
     assert LATE.races == races
-    assert LATE.queued > queued or commlib.world().size == 1  # all went that way
+    assert LATE.queued > queued or commlib.world().size == 1  # all data took that path
 
 
 @pytest.mark.parametrize("dtype", values.ALL, ids=str)
@@ -65,8 +65,8 @@ def test_trains_exactly(group: Any, place: HostTensors, how: str, overlap: bool,
 
 
 @pytest.mark.ranks(min=2)
-def test_the_host_waits_once_for_each_backward(group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For flags, by which ranks tell each other what they had, at the end; not for the gradients."""
+def test_the_host_waits_once_per_backward(group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the flags that ranks exchange at the end, not for the gradients."""
     waits: list[Any] = []
 
     def waiting(event: Any, on_wait: Any) -> None:
@@ -101,8 +101,8 @@ def test_parameters_on_host_and_device(group: Any, place: HostTensors) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_attention_is_on_one_kind_of_device(group: Any, place: HostTensors) -> None:
-    """A ring in which one rank sent messages of the host and the others waited on channels would not end."""
+def test_attention_uses_one_kind_of_device(group: Any, place: HostTensors) -> None:
+    """If one rank sent host messages while others waited on channels, the ring would deadlock."""
     place.is_there = lambda tensor: group.rank == 0
     q = torch.ones(1, 2, 4, 6)
     with pytest.raises(MismatchError, match="device"):
@@ -118,7 +118,7 @@ def test_body(group: Any, place: HostTensors, body: Any) -> None:
 
 @pytest.mark.parametrize("body", device_layers.BODIES)
 def test_layers(group: Any, body: Any) -> None:
-    """Not all of these have anything to do on the device: exchanges of experts and stages go through the host."""
+    """Some of these have no device work: exchanges of experts and stages use the host."""
     place = late()
     try:
         body(group, place)
@@ -127,7 +127,7 @@ def test_layers(group: Any, body: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_missing_wait_is_seen(group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_is_detected(group: Any, place: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     monkeypatch.setattr(HostStream, "wait", lambda self, event: None)
     with LATE.careless(), pytest.raises(AssertionError):  # at the first result, on all ranks

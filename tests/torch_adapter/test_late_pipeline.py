@@ -1,4 +1,4 @@
-"""A pipeline of tensors on a device: what goes between its stages goes from device to device."""
+"""A pipeline of tensors on a device: values travel between stages from device to device."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.ranks(min=2)
 def group(request: pytest.FixtureRequest) -> Iterator[Communicator]:
     world = commlib.init()
     runtime = Runtime(Config(timeout=20, device_peers=request.param == "peers"), world.runtime.ranks_on_node)
-    made = Communicator(MpiTransport(world.native.Dup()), runtime, f"late pipeline {request.param}")
+    ranks = Communicator(MpiTransport(world.native.Dup()), runtime, f"late pipeline {request.param}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LATE, "has_signals", True)
-        yield made
-        made.close()
+        yield ranks
+        ranks.close()
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_trains_as_on_the_host(
         expected = run()
     assert opened and not any(isinstance(one, DeviceChannel) for one in opened)
     opened.clear()
-    found = run()
+    result = run()
     assert opened and all(isinstance(one, DeviceChannel) for one in opened)
-    assert len(found) == len(expected)
-    for got, wanted in zip(found, expected, strict=True):
+    assert len(result) == len(expected)
+    for got, wanted in zip(result, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Freed gradients stay with the process, unless the user has told malloc otherwise."""
+"""Freed gradients stay in the process unless the user has configured malloc differently."""
 
 import resource
 import sys

@@ -54,7 +54,7 @@ def test_calls_and_attributes_reach_the_module(comm: Any) -> None:
     assert not net.training
 
 
-def test_names_are_those_of_the_module(comm: Any) -> None:
+def test_names_match_the_module(comm: Any) -> None:
     net = Net()
     wrapped = DataParallel(net)
     assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in net.named_parameters()]
@@ -110,8 +110,8 @@ def test_train_and_frozen_only(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_steps_that_depend_on_the_loss_are_refused(comm: Any) -> None:
-    """LBFGS followed each rank's own loss, in silence, so that weights parted."""
+def test_line_search_optimizers_are_refused(comm: Any) -> None:
+    """Regression: LBFGS silently followed each rank's own loss, so that weights diverged."""
     net = nn.Linear(3, 1)
     wrapped, other = DataParallel(net), nn.Linear(3, 1)
     inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(comm.rank))

@@ -1,4 +1,4 @@
-"""A mixture of experts over some ranks is the same layer on one rank that has all tokens."""
+"""A mixture of experts over several ranks matches the same layer on one rank that has all tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from commlib.expert import Experts
 from commlib_torch import gather_state_dict
 from commlib_torch._shards import shard_of
 from commlib_torch.expert import MoE, auxiliary_loss, expert_stats
-from tests.torch_adapter.expert_oracle import compare_gradients, layer, made, near, single, step, tokens
+from tests.torch_adapter.expert_oracle import build_layer, compare_gradients, layer, near, single, step, tokens
 
 
 def check(comm: Communicator, options: Any, rows: list[int] | None = None, **kwargs: Any) -> None:
     xs = tokens(comm, rows=rows)
-    model, whole = made(layer(options, **kwargs), comm), made(layer(options, **kwargs), single(comm))
+    model, whole = build_layer(layer(options, **kwargs), comm), build_layer(layer(options, **kwargs), single(comm))
     y, loss, of_x = step(model, xs[comm.rank])
-    # The loss of one process is a mean over all tokens, those of ranks are over theirs, and are added up here.
+    # The loss of one process is a mean over all tokens; those of ranks are means over their own, summed here.
     expected, whole_loss, of_all = step(whole, torch.cat(xs), float(comm.size))
     first = sum(len(x) for x in xs[: comm.rank])
     mine = slice(first, first + len(xs[comm.rank]))
@@ -63,8 +63,8 @@ def test_equals_one_rank(comm: Communicator, name: str) -> None:
     check(comm, Experts(6, hidden=10, **OPTIONS[name]))
 
 
-def test_other_numbers_of_tokens(comm: Communicator) -> None:
-    """A rank may have no tokens at all; it takes part all the same."""
+def test_ranks_may_have_different_numbers_of_tokens(comm: Communicator) -> None:
+    """A rank without tokens still takes part."""
     for chunks in (1, 2):
         check(comm, Experts(6, hidden=10, balance="none", chunks=chunks), rows=[4, 0, 1, 2])
 
@@ -84,7 +84,7 @@ def test_any_module(comm: Communicator) -> None:
 
 
 class Adapted(nn.Linear):
-    """A linear layer with something beside it, of low rank."""
+    """A linear layer with a parallel low-rank branch."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -95,16 +95,18 @@ class Adapted(nn.Linear):
         return super().forward(x) + x @ self.a.T @ self.b.T
 
 
-def test_layers_that_are_more_than_linear(comm: Communicator) -> None:
-    """They were computed as linear ones, all experts of a rank at once."""
+def test_subclasses_of_linear_are_called(comm: Communicator) -> None:
+    """Regression: they were computed as linear layers, all experts of a rank at once."""
     options = Experts(6, top_k=2, balance="none")
-    model: Any = made(layer(options, expert=lambda: nn.Sequential(Adapted(12, 4), nn.GELU(), nn.Linear(4, 12))), comm)
+    model: Any = build_layer(
+        layer(options, expert=lambda: nn.Sequential(Adapted(12, 4), nn.GELU(), nn.Linear(4, 12))), comm
+    )
     x = tokens(comm)[comm.rank].requires_grad_()
     model(x).sum().backward()
     stacks = dict(model.experts.named_parameters())
     assert all((stack.grad is None) == (name == "0.weight") for name, stack in stacks.items())
     with torch.no_grad():
-        folded: Any = made(
+        folded: Any = build_layer(
             layer(options, expert=lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))), comm
         )
         for name, stack in folded.experts.named_parameters():
@@ -115,11 +117,11 @@ def test_layers_that_are_more_than_linear(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("built_in", [True, False])
-def test_what_is_put_on_experts(comm: Communicator, built_in: bool) -> None:
-    """Hooks were ignored; so was what replaced a layer, if that has a weight: it is refused, for want of parts."""
+def test_hooks_of_experts_run_and_replaced_layers_are_refused(comm: Communicator, built_in: bool) -> None:
+    """Regression: hooks were ignored, and so were replaced layers with a weight."""
     options = Experts(6, top_k=2, hidden=4 if built_in else None)
     expert = None if built_in else lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))
-    model: Any = made(layer(options, expert=expert, name="mix"), comm)
+    model: Any = build_layer(layer(options, expert=expert, name="mix"), comm)
     x = tokens(comm)[comm.rank]
     y = model(x)
     inner = model.experts.up if built_in else model.experts[0]
@@ -145,10 +147,10 @@ def doubled(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ["experts.down", "experts.2", "experts"])
-def test_forwards_that_are_put_over_those_of_classes(comm: Communicator, where: str) -> None:
-    """As quantisers, offloading and injected adapters do. The product of all experts at once ignored them."""
+def test_patched_forwards_are_used(comm: Communicator, where: str) -> None:
+    """Quantisers, offloading and adapters patch forwards. Regression: the product of all experts ignored them."""
     own = None if where == "experts.down" else lambda: nn.Sequential(nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 12))
-    model: Any = made(layer(Experts(6, top_k=2, hidden=None if own else 4), expert=own), comm)
+    model: Any = build_layer(layer(Experts(6, top_k=2, hidden=None if own else 4), expert=own), comm)
     x = tokens(comm)[comm.rank]
     y = model(x)
     module = model.get_submodule(where)
@@ -165,34 +167,34 @@ INITIALISED: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("how", INITIALISED)
-def test_values_that_are_made_anew(comm: Communicator, how: str) -> None:
-    """Experts of one rank were copies of those of another, and scaled by the size of their stack."""
-    found = []
+def test_experts_can_be_reinitialised(comm: Communicator, how: str) -> None:
+    """Regression: experts on different ranks were copies of each other, scaled by the size of their stack."""
+    results = []
     for ranks in (comm, single(comm)):
-        model = made(layer(Experts(6, top_k=2, hidden=4)), ranks)
+        model = build_layer(layer(Experts(6, top_k=2, hidden=4)), ranks)
         torch.manual_seed(5)
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 INITIALISED[how](module)
-        found.append(gather_state_dict(model))
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[0].items():
-        assert torch.equal(value, found[1][name]), name
+        results.append(gather_state_dict(model))
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
     fan = (12 + 4) / 6 if how == "xavier" else 12.0  # variances: 6 / (in + out) / 3, or 1 / in / 3
     expected = 0.02 if how == "normal" else 1.0 if how == "taken before" else (1 / fan / 3) ** 0.5
-    spread = found[0]["experts.up.weight"].std()  # of 288 numbers
+    spread = results[0]["experts.up.weight"].std()  # of 288 numbers
     assert 0.8 * expected < spread < 1.2 * expected
 
 
-def test_an_initialisation_that_one_expert_does_not_take(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, top_k=2, hidden=4)), comm)
+def test_an_initialisation_that_rejects_one_expert(comm: Communicator) -> None:
+    model: Any = build_layer(layer(Experts(6, top_k=2, hidden=4)), comm)
     with pytest.raises(ValueError, match="fewer than 2 dimensions") as caught:
         nn.init.xavier_uniform_(model.experts.up.bias)
     assert "one of 6 experts" in caught.value.__notes__[0]
 
 
 class LowRank(nn.Module):
-    """A linear layer and an adapter, with the weight of the layer, as peft's has it."""
+    """A linear layer and an adapter with the layer's weight, as in peft."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -208,9 +210,9 @@ class LowRank(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["hook", "forward", "adapter", "bias", "half"])
-def test_routers_that_are_changed(comm: Communicator, how: str) -> None:
-    """Their own weight alone was read, whatever else they had."""
-    model: Any = made(layer(Experts(6, top_k=1, hidden=4)), comm)
+def test_modified_routers_are_called(comm: Communicator, how: str) -> None:
+    """Regression: only their own weight was used, and other parts were ignored."""
+    model: Any = build_layer(layer(Experts(6, top_k=1, hidden=4)), comm)
     x = tokens(comm)[comm.rank].requires_grad_()
     torch.manual_seed(3)
     if how == "hook":
@@ -223,7 +225,7 @@ def test_routers_that_are_changed(comm: Communicator, how: str) -> None:
         model.router.weight = weight
     else:
         model.router = LowRank(model.router).to(torch.bfloat16 if how == "half" else torch.float64)
-    router = copy.deepcopy(model.router).float()  # in which it computes
+    router = copy.deepcopy(model.router).float()  # the dtype in which it computes
     state = gather_state_dict(model)
     logits = router(x.float())
     gates, chosen = torch.softmax(logits, -1).max(-1)
@@ -239,14 +241,14 @@ def test_routers_that_are_changed(comm: Communicator, how: str) -> None:
 
 
 def test_a_router_without_a_score_for_each_expert(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, top_k=1, hidden=4), name="mix"), comm)
+    model: Any = build_layer(layer(Experts(6, top_k=1, hidden=4), name="mix"), comm)
     model.router = nn.Linear(12, 5, bias=False).double()
     with pytest.raises(UsageError, match=r"mix: the router returned \(15, 5\) for 15 tokens, expected .* 6 experts"):
         model(tokens(comm)[comm.rank])
 
 
-def test_experts_that_nobody_chose_have_zeros(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, top_k=1, hidden=4, balance="none")), comm)
+def test_unused_experts_have_zero_gradients(comm: Communicator) -> None:
+    model: Any = build_layer(layer(Experts(6, top_k=1, hidden=4, balance="none")), comm)
     with torch.no_grad():
         model.router.weight.zero_()
         model.router.weight[0] += 1
@@ -260,8 +262,8 @@ def test_experts_that_nobody_chose_have_zeros(comm: Communicator) -> None:
 
 
 def test_stats(comm: Communicator) -> None:
-    """Of tokens of all ranks; the layer's name says whose they are; and so does the timeline."""
-    model: Any = made(layer(Experts(6, top_k=2, hidden=4, force_balanced=True), name="one"), comm)
+    """The tokens of all ranks count; statistics and the timeline use the layer's name."""
+    model: Any = build_layer(layer(Experts(6, top_k=2, hidden=4, force_balanced=True), name="one"), comm)
     for _ in range(2):
         model(tokens(comm)[comm.rank][:, :3])
     auxiliary_loss(model)
@@ -277,13 +279,13 @@ def test_stats(comm: Communicator) -> None:
 
 
 def test_balance_without_a_loss(comm: Communicator) -> None:
-    """After each step what is added to scores for choosing moves towards even load, alike on all ranks."""
+    """After each step the bias for choosing experts moves towards even load, identically on all ranks."""
     options = Experts(6, top_k=1, hidden=4, balance="none", bias_rate=0.05)
-    model: Any = made(layer(options), comm)
+    model: Any = build_layer(layer(options), comm)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     x = tokens(comm)[comm.rank]
     with torch.no_grad():
-        model.router.weight[0] += 1.0 * x.mean((0, 1))  # many prefer this one
+        model.router.weight[0] += 1.0 * x.mean((0, 1))  # many tokens prefer this one
     loads = []
     for _ in range(80):
         for part in x.split(2):  # the passes of a step count together
@@ -298,8 +300,8 @@ def test_balance_without_a_loss(comm: Communicator) -> None:
     assert len(set(map(str, comm.all_gather_object(model.expert_bias.tolist())))) == 1
 
 
-def test_copies_share_the_ways_between_ranks(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, hidden=4)), comm)
+def test_copies_share_their_channels(comm: Communicator) -> None:
+    model: Any = build_layer(layer(Experts(6, hidden=4)), comm)
     twin = copy.deepcopy(model)
     x = tokens(comm)[comm.rank]
     near(twin(x), model(x), "outputs", 0.0)
@@ -310,8 +312,8 @@ def test_copies_share_the_ways_between_ranks(comm: Communicator) -> None:
 
 
 def test_backward_twice(comm: Communicator) -> None:
-    """Several losses may go back through one forward."""
-    model: Any = made(layer(Experts(6, hidden=4)), comm)
+    """Several losses may be differentiated through one forward."""
+    model: Any = build_layer(layer(Experts(6, hidden=4)), comm)
     x = tokens(comm)[comm.rank].requires_grad_()
     y = model(x)
     one = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
@@ -322,9 +324,9 @@ def test_backward_twice(comm: Communicator) -> None:
 
 
 def test_half_precision(comm: Communicator) -> None:
-    """The router computes in float32 whatever the layer does: tokens go where they do in float32."""
+    """The router always computes in float32, so that tokens go to the same experts as in float32."""
     options = Experts(6, top_k=2, hidden=16, gated=True)
-    model: Any = made(layer(options), comm).float()
+    model: Any = build_layer(layer(options), comm).float()
     x = tokens(comm)[comm.rank].float()
     expected = model(x.bfloat16().float())
     with torch.autocast("cpu", torch.bfloat16):
@@ -340,8 +342,8 @@ def test_half_precision(comm: Communicator) -> None:
 
 
 def test_the_bias_for_choosing_stays_exact(comm: Communicator) -> None:
-    """In bfloat16 a step of 0.001 was lost as soon as it was above 0.25; casts of the model rounded what it was."""
-    model: Any = made(layer(Experts(6, hidden=4, bias_rate=0.001)), comm).float()
+    """Regression: bfloat16 lost steps of 0.001 above 0.25, and casts of the model rounded the bias."""
+    model: Any = build_layer(layer(Experts(6, hidden=4, bias_rate=0.001)), comm).float()
     exact = torch.linspace(-0.5, 0.5, 6) / 3
     with torch.no_grad():
         model.expert_bias.copy_(exact)
@@ -369,8 +371,8 @@ def test_the_bias_for_choosing_stays_exact(comm: Communicator) -> None:
     assert model.double().expert_bias is not None
 
 
-def test_masked_tokens_go_nowhere(comm: Communicator) -> None:
-    model: Any = made(layer(Experts(6, hidden=4)), comm)
+def test_masked_tokens_are_not_sent(comm: Communicator) -> None:
+    model: Any = build_layer(layer(Experts(6, hidden=4)), comm)
     x = tokens(comm)[comm.rank]
     mask = torch.arange(5).expand(len(x), 5) < 3
     y = model(x, mask)
@@ -395,8 +397,8 @@ class Raises(nn.Linear):
         return super().forward(x)
 
 
-def test_what_an_expert_raises_is_heard(comm: Communicator) -> None:
-    """The others waited. All go on with the next call."""
+def test_an_error_of_an_expert_reaches_all_ranks(comm: Communicator) -> None:
+    """Regression: the others waited. Now all continue with the next call."""
     names = ["first", "second"]
     model = nn.Sequential(
         *(MoE(6, Experts(2 * comm.size), comm, expert=lambda: Raises(comm), name=name) for name in names)

@@ -1,4 +1,4 @@
-"""Losses of routers are kept once for each forward, with their gradients, whoever computes forwards again."""
+"""Losses of routers are recorded once per forward, with their gradients, even if forwards are recomputed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.torch_adapter.test_moe_padding import WIDTH, dense
 OPTIONS: Any = {"top_k": 2, "hidden": 6, "shared": 1, "balance_weight": 1.0, "z_weight": 0.5}
 
 
-def made(comm: Any, **options: Any) -> Any:
+def build(comm: Any, **options: Any) -> Any:
     torch.manual_seed(1)
     return MoE(WIDTH, Experts(2 * comm.size, **{**OPTIONS, **options}), comm).double()
 
@@ -39,11 +39,11 @@ def tokens(comm: Any, seed: int = 0) -> Tensor:
 
 
 class Twice(nn.Module):
-    """A block that calls its mixture twice, each with a loss of its own."""
+    """A block that calls its mixture twice; each call has its own loss."""
 
     def __init__(self, comm: Any) -> None:
         super().__init__()
-        self.mlp = made(comm)
+        self.mlp = build(comm)
 
     def inner(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.mlp(x)
@@ -68,28 +68,28 @@ WAYS: dict[str, Callable[[Twice, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpoints_change_nothing(comm: Communicator, way: str) -> None:
-    """Re-entrant ones had no loss, and with both kinds each token counted twice in statistics."""
+    """Regression: re-entrant checkpoints lost the loss, and both kinds counted each token twice in statistics."""
     block = Twice(comm)
     other = copy.deepcopy(block)
     x = tokens(comm)
-    found = []
+    results = []
     whole = (lambda block, x: torch.cos(block(x)).square()) if "more" in way else (lambda block, x: block(x))
     for model, call in ((block, whole), (other, WAYS[way])):
         given = x.clone().requires_grad_()
-        for _ in range(2):  # gradients add up
+        for _ in range(2):  # gradients accumulate
             y = call(model, given)
             loss = auxiliary_loss(model)
             (3 * (torch.sin(y).sum() + loss)).backward()
         assert model.mlp.stats().tokens == 24 * comm.size
         assert int(model.mlp.mixture.load.sum()) == 48
-        found.append((y.detach(), loss.detach(), given.grad, *(one.grad for one in model.parameters())))
-    for one, again in zip(*found, strict=True):
+        results.append((y.detach(), loss.detach(), given.grad, *(one.grad for one in model.parameters())))
+    for one, again in zip(*results, strict=True):
         torch.testing.assert_close(again, one, rtol=1e-6, atol=1e-6)  # gates and losses are float32
     assert other.mlp.losses == []
 
 
-def test_losses_that_go_back_by_themselves(comm: Communicator) -> None:
-    """With re-entrant checkpointing a gradient of the loss that comes too late would be lost."""
+def test_reentrant_checkpoints_refuse_a_late_backward_of_the_loss(comm: Communicator) -> None:
+    """With re-entrant checkpointing the loss would lose its gradient if its backward ran by itself."""
     block = Twice(comm)
     y = REENTRANT(block, tokens(comm).requires_grad_())
     loss = auxiliary_loss(block)
@@ -99,7 +99,7 @@ def test_losses_that_go_back_by_themselves(comm: Communicator) -> None:
     with torch.no_grad():
         REENTRANT(block, tokens(comm))
     assert not auxiliary_loss(block).requires_grad
-    frozen = Twice(comm).requires_grad_(False)  # the gradient goes through it
+    frozen = Twice(comm).requires_grad_(False)  # the gradient passes through it
     x, also = tokens(comm).requires_grad_(), tokens(comm).requires_grad_()
     for given, call in ((x, REENTRANT), (also, lambda block, x: block(x))):
         y = call(frozen, given)
@@ -108,9 +108,9 @@ def test_losses_that_go_back_by_themselves(comm: Communicator) -> None:
     near(x.grad, also.grad, "gradient of the inputs", 1e-6)
 
 
-def test_a_loss_that_counts_nothing_is_none(comm: Communicator) -> None:
-    """Nobody has to take it."""
-    model = made(comm, balance_weight=0.0, z_weight=0.0)
+def test_a_loss_with_weight_zero_is_not_recorded(comm: Communicator) -> None:
+    """User code need not collect it."""
+    model = build(comm, balance_weight=0.0, z_weight=0.0)
     with warnings.catch_warnings(action="error"):
         for _ in range(3):
             model(tokens(comm)).sum().backward()
@@ -123,9 +123,9 @@ class Own(AuxiliaryLossModule):
         return x
 
 
-def test_what_is_frozen_has_its_loss(comm: Communicator) -> None:
-    """Where the router and what comes to it are frozen the loss was left out of what is reported."""
-    layer, x = made(comm), tokens(comm)
+def test_a_frozen_router_reports_its_loss(comm: Communicator) -> None:
+    """Regression: the loss was not reported if both the router and its input were frozen."""
+    layer, x = build(comm), tokens(comm)
     layer(x)
     expected = auxiliary_loss(layer)
     layer.router.requires_grad_(False)
@@ -139,8 +139,8 @@ def test_what_is_frozen_has_its_loss(comm: Communicator) -> None:
     assert float(auxiliary_loss(layer)) == 0
 
 
-def test_losses_of_own_layers(comm: Communicator) -> None:
-    """They have a gradient where the forward has one."""
+def test_user_defined_layers_can_have_losses(comm: Communicator) -> None:
+    """The losses have a gradient if the forward has one."""
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(UsageError, match=r"Own: the loss of a layer.*use_reentrant=False"):
         REENTRANT(Own(), x)
@@ -153,13 +153,13 @@ def test_losses_of_own_layers(comm: Communicator) -> None:
 
 
 class OtherCheckpoint(torch.autograd.Function):
-    """Another library's."""
+    """The checkpointing of another library."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, x: Tensor) -> Tensor:
         ctx.call, ctx.x = call, x
-        found: Tensor = call(x)
-        return found
+        result: Tensor = call(x)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -169,7 +169,7 @@ class OtherCheckpoint(torch.autograd.Function):
         return None, x.grad
 
 
-def test_other_checkpoints_are_told_of(comm: Communicator) -> None:
+def test_foreign_checkpoints_are_reported(comm: Communicator) -> None:
     block = Twice(comm)
     y = OtherCheckpoint.apply(block, tokens(comm).requires_grad_())
     with pytest.warns(UserWarning, match=r"MoE: a forward without gradients is recomputed in the backward"):
@@ -177,8 +177,8 @@ def test_other_checkpoints_are_told_of(comm: Communicator) -> None:
 
 
 def test_any_number_of_forwards(comm: Communicator) -> None:
-    """Those of more than 15 were dropped, with a warning that their losses were not taken."""
-    model = made(comm)
+    """Regression: the losses of more than 15 forwards were dropped, with a false warning."""
+    model = build(comm)
     weights = {name: value.detach() for name, value in gather_state_dict(model).items()}
     x, total = tokens(comm), torch.zeros((), dtype=torch.float64)
     with warnings.catch_warnings(action="error"):
@@ -188,14 +188,14 @@ def test_any_number_of_forwards(comm: Communicator) -> None:
         near(auxiliary_loss(model).double(), total, "loss", 1e-4)
 
 
-def test_losses_that_a_backward_passed_by(comm: Communicator) -> None:
-    """Who never takes them is warned, and memory does not grow; the value of their sum is right all the same."""
-    model, expected = made(comm), made(comm)
+def test_losses_without_a_backward_are_warned_of(comm: Communicator) -> None:
+    """If user code never collects them, a warning appears, and memory stays bounded; their sum is still correct."""
+    model, expected = build(comm), build(comm)
     kept = []
     with warnings.catch_warnings(action="error"):
         for number in range(3):
             model(tokens(comm)).sum().backward(retain_graph=True)
-            assert len(model.losses) == number + 1  # they may still go back
+            assert len(model.losses) == number + 1  # they may still be differentiated
             kept.append(weakref.ref(model.losses[-1]))
         taken = auxiliary_loss(model)
         taken.backward()
@@ -215,8 +215,8 @@ def test_losses_that_a_backward_passed_by(comm: Communicator) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("how", ["none", "full", "selective", {"1": "full"}])
-def test_stages_that_compute_again(comm: Communicator, how: Any) -> None:
-    """A token counts once, and so do looks at the first batch."""
+def test_stages_that_recompute_count_tokens_once(comm: Communicator, how: Any) -> None:
+    """A token counts once, and so do the checks of the first batch."""
     if comm.size % 2:
         pytest.skip("2 stages")
     mesh = Mesh(pp=2, dp=-1)
@@ -234,9 +234,9 @@ def test_stages_that_compute_again(comm: Communicator, how: Any) -> None:
     mesh.close()
 
 
-def test_a_forward_that_fails_leaves_no_loss(comm: Communicator) -> None:
-    """It was added to that of the next forward, where somebody had caught the error."""
-    layer, x = made(comm), tokens(comm)
+def test_a_failed_forward_leaves_no_loss(comm: Communicator) -> None:
+    """Regression: its loss was added to that of the next forward if the error had been caught."""
+    layer, x = build(comm), tokens(comm)
     layer(x)
     once = auxiliary_loss(layer)
 

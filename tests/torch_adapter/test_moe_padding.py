@@ -1,4 +1,4 @@
-"""Padding, and rows that are no sequences: outputs, losses and gradients are those of a dense mixture of all rows."""
+"""Padding and single rows: outputs, losses and gradients match a dense mixture of all rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ WIDTH = 8
 ROWS = 2  # of each rank
 
 
-def made(comm: Any, **options: Any) -> Any:
+def build(comm: Any, **options: Any) -> Any:
     torch.manual_seed(1)
     chosen: dict[str, Any] = {"top_k": 2, "hidden": 6, "shared": 1, "balance_weight": 1.0, "z_weight": 0.5, **options}
     return MoE(WIDTH, Experts(2 * comm.size, **chosen), comm).double()
 
 
 def data(comm: Any, *, flat: bool = False) -> tuple[Tensor, Tensor]:
-    """Tokens of all ranks, and which of them are none: more on later ranks, all of the last row; those are NaN."""
+    """Return the tokens of all ranks and the padding mask: later ranks have more padding, which is NaN."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(ROWS * comm.size, 4, WIDTH, generator=generator, dtype=torch.float64)
     lengths = torch.tensor([4, 3, 1, *[2] * (ROWS * comm.size)])[: len(x)]
@@ -40,7 +40,7 @@ def data(comm: Any, *, flat: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def dense(weights: Mapping[str, Tensor], options: Experts, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A mixture in plain PyTorch: all experts for all tokens. Returns outputs and the weighted loss of the router."""
+    """Compute a mixture in plain PyTorch, all experts for all tokens; return outputs and the weighted router loss."""
     rows = x.reshape(len(x), -1, WIDTH) if x.dim() > 2 else x[None]
     there = mask.reshape(rows.shape[:2])
     rows = torch.where(there[..., None], rows, 0.0)
@@ -70,9 +70,9 @@ def mlp(weights: Mapping[str, Tensor], prefix: str, rows: Tensor, expert: int | 
 
 
 @pytest.mark.parametrize("kind", ["sequences", "rows", "parts"])
-def test_as_a_dense_mixture_of_all_rows(comm: Communicator, kind: str) -> None:
-    """Padding got what shared experts made of it, NaN there reached the router, and the loss was of one rank's rows."""
-    model = made(comm, chunks=2 if kind == "parts" else 1)
+def test_padding_matches_a_dense_mixture_of_all_rows(comm: Communicator, kind: str) -> None:
+    """Regression: shared experts processed padding, its NaN reached the router, and losses covered one rank's rows."""
+    model = build(comm, chunks=2 if kind == "parts" else 1)
     xs, mask = data(comm, flat=kind == "rows")
     weights = {name: value.detach().clone() for name, value in gather_state_dict(model).items()}
     for value in weights.values():
@@ -101,9 +101,9 @@ def test_as_a_dense_mixture_of_all_rows(comm: Communicator, kind: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_no_rows_and_no_tokens(comm: Communicator) -> None:
-    """A rank all of whose tokens are padding, and one that has no rows, take part."""
-    model = made(comm)
+def test_ranks_without_rows_or_tokens_take_part(comm: Communicator) -> None:
+    """One rank has only padding, and another has no rows."""
+    model = build(comm)
     xs, mask = data(comm)
     for last in (slice(None), slice(0, 0)):
         x, there = xs[:ROWS], mask[:ROWS]
@@ -117,9 +117,9 @@ def test_no_rows_and_no_tokens(comm: Communicator) -> None:
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_masks_that_do_not_fit(comm: Communicator) -> None:
-    """One of as many tokens in another order was taken."""
-    model = made(comm)
+def test_masks_of_the_wrong_shape_are_refused(comm: Communicator) -> None:
+    """Regression: a mask with as many tokens in another order was accepted."""
+    model = build(comm)
     x = torch.ones(2, 3, WIDTH, dtype=torch.float64)
     for mask in (torch.ones(3, 2, dtype=torch.bool), torch.ones(2, 3), torch.ones(6, dtype=torch.bool)):
         with pytest.raises(UsageError, match=r"MoE: a mask torch\..* expected torch.bool\[2, 3\], False for padding"):
@@ -128,7 +128,7 @@ def test_masks_that_do_not_fit(comm: Communicator) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_sequences_on_one_rank_and_rows_on_another(comm: Communicator) -> None:
-    model = made(comm)
+    model = build(comm)
     x = torch.ones(2, 3, WIDTH, dtype=torch.float64)
     with pytest.raises(MismatchError, match=r"MoE.*sequences: "):
         model(x if comm.rank else x[0])

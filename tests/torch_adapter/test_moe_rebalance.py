@@ -1,4 +1,4 @@
-"""Experts that move between ranks take all with them that is theirs: what optimizers keep, and copies of the model."""
+"""Rebalancing moves all state of experts between ranks: optimizer state and copies of the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 6
 
 
 class Blocks(nn.Module):
-    """Two blocks, the second one made as a copy of the first one."""
+    """Two blocks; the second is a copy of the first."""
 
     def __init__(self, ranks: Any) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ def rows(comm: Any, seed: int) -> Tensor:
 
 
 def other_ranks(comm: Any) -> Any:
-    found = comm.split(0, name="other ranks")
-    assert found is not None
-    return found
+    group = comm.split(0, name="other ranks")
+    assert group is not None
+    return group
 
 
 def mine(comm: Any, x: Tensor) -> Tensor:
@@ -61,13 +61,13 @@ def trained(model: Any, optimizer: Any, x: Tensor) -> None:
 
 def result(model: Any, x: Tensor) -> Tensor:
     model.eval()
-    found: Tensor = model(x).detach()
+    output: Tensor = model(x).detach()
     model.train()
-    return found
+    return output
 
 
 def busy(model: Any, which: int) -> None:
-    """Let neighbours be chosen most often, other ones in each block."""
+    """Make neighbouring experts the most popular, different ones in each block."""
     for number, block in enumerate(model.blocks):
         block.stats()
         load = block.mixture.counted.numbers
@@ -85,14 +85,14 @@ def adam(parameters: Any, rate: float = 0.01) -> Any:
 
 
 @pytest.mark.parametrize("gives_optimizer", [True, False])
-def test_averages_and_copies_go_along(comm: Communicator, gives_optimizer: bool) -> None:
-    """An average was of one expert before, and of another one afterwards; so were moments without the optimizer."""
+def test_averages_and_copies_are_moved(comm: Communicator, gives_optimizer: bool) -> None:
+    """Regression: averages belonged to different experts after the move, and so did moments without the optimizer."""
     if comm.size == 3:
         pytest.skip("8 experts")
-    found: list[list[dict[str, Tensor]]] = []
+    results: list[list[dict[str, Tensor]]] = []
     for ranks, moves in ((single(comm), False), (comm, True)):
         own: Any = Blocks(ranks).double()
-        other = copy.deepcopy(own)  # trained by itself
+        other = copy.deepcopy(own)  # trained independently
         optimizer, second = adam(own.parameters()), adam(other.parameters(), 0.02)
         if moves:
             optimizer, second = (
@@ -100,11 +100,11 @@ def test_averages_and_copies_go_along(comm: Communicator, gives_optimizer: bool)
                 for one, model in ((optimizer, own), (second, other))
             )
         average = AveragedModel(own, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        plain: Any = copy.deepcopy(copy.copy(average.module))  # what was in between has gone
+        plain: Any = copy.deepcopy(copy.copy(average.module))  # the objects in between no longer exist
         loaded: Any = Blocks(ranks if gives_optimizer or not moves else other_ranks(comm)).double()
         loaded.load_state_dict(own.state_dict())
         given: Any = Blocks(ranks).double()
-        given.load_state_dict(gather_state_dict(own))  # values alone
+        given.load_state_dict(gather_state_dict(own))  # values only
         for step in range(6):
             x = rows(comm, step)
             for model, by in ((own, optimizer), (other, second)):
@@ -124,19 +124,19 @@ def test_averages_and_copies_go_along(comm: Communicator, gives_optimizer: bool)
                     old.lerp_(new, 0.5)
                 for old, new in zip(plain.parameters(), own.parameters(), strict=True):
                     old.mul_(0.9).add_(new, alpha=0.1)
-        found.append([gather_state_dict(model) for model in (own, other, average.module, plain, loaded, given)])
+        results.append([gather_state_dict(model) for model in (own, other, average.module, plain, loaded, given)])
         x = rows(comm, 9)
-        found[-1].append({"outputs": average.module.eval()(mine(comm, x) if moves else x).detach()})
-    found[0][-1] = {"outputs": mine(comm, found[0][-1]["outputs"])}
+        results[-1].append({"outputs": average.module.eval()(mine(comm, x) if moves else x).detach()})
+    results[0][-1] = {"outputs": mine(comm, results[0][-1]["outputs"])}
     for what, expected, got in zip(
-        ("model", "other", "average", "plain", "loaded", "given", "outputs"), *found, strict=True
+        ("model", "other", "average", "plain", "loaded", "given", "outputs"), *results, strict=True
     ):
         for name, value in expected.items():
             near(got[name], value, f"{what}: {name}")
 
 
-def test_what_it_cannot_take_along(comm: Communicator) -> None:
-    """What is kept of no element in particular, and copies on one rank alone; nothing has moved then."""
+def test_unmovable_state_is_refused(comm: Communicator) -> None:
+    """State without elements, and copies on one rank only, are refused before anything moves."""
     if comm.size == 3:
         pytest.skip("8 experts")
     model: Any = Blocks(comm).double()
@@ -175,8 +175,8 @@ def test_what_it_cannot_take_along(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("kept", ["checkpoint", "elastic"])
-def test_what_is_restored_knows_where_experts_are(comm: Communicator, kept: str, tmp_path: Path) -> None:
-    """A restored model had the weights of other experts than its router knew; elastic state was refused."""
+def test_restored_models_know_the_places_of_experts(comm: Communicator, kept: str, tmp_path: Path) -> None:
+    """Regression: a restored model had weights that did not match its router; elastic state was refused."""
     if comm.size == 3:
         pytest.skip("8 experts")
     model: Any = Blocks(comm).double()
@@ -196,7 +196,7 @@ def test_what_is_restored_knows_where_experts_are(comm: Communicator, kept: str,
     rebalance_experts(model, optimizer)
     folder = comm.broadcast_object(str(tmp_path))
     Checkpoint(folder, model=model, optimizer=optimizer, ranks=comm).save(1)
-    found = []
+    results = []
     for again in (model, Blocks(comm).double()):
         if again is model:
             busy(model, 2)
@@ -207,12 +207,12 @@ def test_what_is_restored_knows_where_experts_are(comm: Communicator, kept: str,
         assert torch.equal(result(again, x), expected)
         assert all(torch.equal(value, states[name]) for name, value in gather_state_dict(again).items())
         trained(again, by, x)
-        found.append(gather_state_dict(again))
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+        results.append(gather_state_dict(again))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
-def test_clones_do_not_say_of_which_experts_they_are(comm: Communicator) -> None:
-    """Clones of a state from before experts moved were taken for others' weights without a word; copies are refused."""
+def test_stale_copies_and_clones_of_state_are_noticed(comm: Communicator) -> None:
+    """Copies from before the move are refused, and clones warned of. Wrong experts once loaded clones silently."""
     if comm.size == 3:
         pytest.skip("8 experts")
     model: Any = Blocks(comm).double()
@@ -235,11 +235,11 @@ def test_clones_do_not_say_of_which_experts_they_are(comm: Communicator) -> None
         model.load_state_dict(clones)
 
 
-def test_gradients_go_along(comm: Communicator) -> None:
-    """Those of passes that accumulate were dropped; one rank may have none yet, if nobody chose its experts."""
+def test_gradients_are_moved(comm: Communicator) -> None:
+    """Regression: accumulated gradients were dropped. A rank may have none if no token chose its experts."""
     if comm.size == 3:
         pytest.skip("8 experts")
-    found = []
+    results = []
     for moves in (False, True):
         model: Any = Blocks(comm).double()
         optimizer = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), ranks=comm)
@@ -251,12 +251,12 @@ def test_gradients_go_along(comm: Communicator) -> None:
             rebalance_experts(model, optimizer)
             assert owners(model) != before
         trained(model, optimizer, mine(comm, rows(comm, 1)))
-        found.append(gather_state_dict(model))
-    for name, value in found[0].items():
-        near(found[1][name], value, name, 1e-10)
+        results.append(gather_state_dict(model))
+    for name, value in results[0].items():
+        near(results[1][name], value, name, 1e-10)
 
 
-def test_a_rank_without_gradients_gets_those_of_experts(comm: Communicator) -> None:
+def test_a_rank_without_gradients_receives_those_of_experts(comm: Communicator) -> None:
     if comm.size == 3:
         pytest.skip("8 experts")
     model: Any = Blocks(comm).double()
@@ -273,8 +273,8 @@ def test_a_rank_without_gradients_gets_those_of_experts(comm: Communicator) -> N
 
 
 @pytest.mark.parametrize("saved", ["before", "after"])
-def test_a_rank_s_own_optimizer_state_says_of_which_experts_it_is(comm: Communicator, saved: str) -> None:
-    """Moments of other experts were taken without a word."""
+def test_a_rank_s_own_optimizer_state_identifies_its_experts(comm: Communicator, saved: str) -> None:
+    """Regression: moments of other experts were silently accepted."""
     if comm.size == 3:
         pytest.skip("8 experts")
     model: Any = Blocks(comm).double()

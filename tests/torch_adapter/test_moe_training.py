@@ -1,4 +1,4 @@
-"""Models with experts, trained over replicas, stages and divided layers, as one process with the whole batch."""
+"""Models with experts, trained over replicas, stages and divided layers, match one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: Any, part: Any, rows: int, steps: Any, passes: int = 1) -> list[Tensor]:
-    """Train; return the losses. part: of (tokens), what this rank has of a batch."""
+    """Train and return the losses. part: selects this rank's part of a tensor."""
     losses = []
     for number in steps:
         x, y = (part(each) for each in batch(rows, number))
@@ -118,11 +118,11 @@ def meshes(size: int) -> list[dict[str, int]]:
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("again", [False, True])
 def test_as_one_process(comm: Communicator, which: int, again: bool) -> None:
-    """Over experts, copies of experts, and both; also where activations are computed again in backward."""
-    found = meshes(comm.size)
-    if which >= len(found) or comm.size == 3:
+    """Experts, copies of experts, and both; also with activations recomputed in backward."""
+    result = meshes(comm.size)
+    if which >= len(result) or comm.size == 3:
         pytest.skip("not on so many ranks")
-    mesh = Mesh(dp=comm.size).refactor({"dp": found[which]})
+    mesh = Mesh(dp=comm.size).refactor({"dp": result[which]})
     rows = 2 * comm.size
     whole, expected = alone(comm, rows, range(3))
     own = model(mesh, again=again)
@@ -136,7 +136,7 @@ def test_as_one_process(comm: Communicator, which: int, again: bool) -> None:
 
 
 def test_accumulation_steps_change_nothing(comm: Communicator) -> None:
-    """The balance of a sequence is the same, however many passes a step has."""
+    """The balance loss of a sequence does not depend on the number of passes per step."""
     if comm.size == 3:
         pytest.skip("4 experts")
     rows = 4 * comm.size
@@ -152,7 +152,7 @@ def test_accumulation_steps_change_nothing(comm: Communicator) -> None:
     "way", ["plain", "sum", "predivide", "no_sync between", "never cleared", "pipeline", "stages", "copies"]
 )
 def test_two_backwards_before_a_step_add_up(comm: Communicator, way: str) -> None:
-    """Experts' gradients were scaled again with each reduction: those of an earlier one then counted too little."""
+    """Regression: each reduction scaled experts' gradients again, so that earlier ones counted too little."""
     if comm.size == 3:
         pytest.skip("4 experts")
     rows, passes = 2 * comm.size, 3 if way == "no_sync between" else 2
@@ -191,8 +191,8 @@ def test_two_backwards_before_a_step_add_up(comm: Communicator, way: str) -> Non
     mesh.close()
 
 
-def test_what_is_saved_goes_on_elsewhere(comm: Communicator) -> None:
-    """State is of all experts, moments included: another number of ranks goes on with it."""
+def test_saved_state_continues_on_other_numbers_of_ranks(comm: Communicator) -> None:
+    """State covers all experts, moments included."""
     if comm.size == 3:
         pytest.skip("4 experts")
     rows = 2 * comm.size
@@ -202,7 +202,7 @@ def test_what_is_saved_goes_on_elsewhere(comm: Communicator) -> None:
     train(own, optimizer, own_rows(comm), rows, range(2))
     state, moments = gather_state_dict(own), gather_optimizer_state(optimizer, own.named_parameters())
     assert state["1.mlp.experts.up.weight"].shape == (4, 6, WIDTH)
-    # On one rank, with all experts.
+    # One rank, with all experts.
     other = model(single(comm))
     with torch.no_grad():
         for parameter in other.parameters():
@@ -212,7 +212,7 @@ def test_what_is_saved_goes_on_elsewhere(comm: Communicator) -> None:
     load_optimizer_state(again, other.named_parameters(), moments)
     train(other, again, lambda each: each, rows, range(2, 4))
     compare(comm, dict(other.state_dict()), whole)
-    # And on all of them again.
+    # All ranks again.
     third = model(comm)
     third.load_state_dict(state)
     optimizer = DistributedOptimizer(sgd(third), third.named_parameters(), ranks=comm)
@@ -222,8 +222,8 @@ def test_what_is_saved_goes_on_elsewhere(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_broadcast_leaves_experts_alone(comm: Communicator) -> None:
-    """Ranks have different experts: the root's must not take their places, nor their moments."""
+def test_a_broadcast_does_not_change_experts(comm: Communicator) -> None:
+    """Ranks have different experts: those of the root, and their moments, must not replace them."""
     own = model(comm, Experts(2 * comm.size, hidden=4))
     with torch.no_grad():
         own[0].weight.add_(comm.rank)
@@ -247,7 +247,7 @@ def test_a_broadcast_leaves_experts_alone(comm: Communicator) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_stages(comm: Communicator, schedule: Any) -> None:
-    """Losses of routers are the same under any number of stages and microbatches."""
+    """Router losses do not depend on the number of stages and microbatches."""
     if comm.size == 3:
         pytest.skip("4 experts")
     mesh = Mesh(pp=2, dp=comm.size // 2)
@@ -272,7 +272,7 @@ def test_stages(comm: Communicator, schedule: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("gated", [False, True])
 def test_divided_experts(comm: Communicator, gated: bool, tmp_path: Path) -> None:
-    """Experts along one axis, each of them divided along another one, whose ranks have the same tokens."""
+    """Experts are divided along one axis; the ranks along another, which have the same tokens, divide each expert."""
     if comm.size == 3:
         pytest.skip("4 experts")
     options = Experts(4, top_k=2, hidden=7, gated=gated, activation="silu", shared=1)
@@ -306,8 +306,8 @@ def test_divided_experts(comm: Communicator, gated: bool, tmp_path: Path) -> Non
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("which", ["experts", "divided"])
-def test_experts_that_moved_go_on(comm: Communicator, which: str) -> None:
-    """Weights and moments go with them; what is saved then is still by their global numbers."""
+def test_training_continues_after_experts_move(comm: Communicator, which: str) -> None:
+    """Weights and moments move with them; saved state still uses their global numbers."""
     if comm.size == 3:
         pytest.skip("4 experts")
     options = Experts(8, top_k=2, hidden=6)
@@ -322,11 +322,13 @@ def test_experts_that_moved_go_on(comm: Communicator, which: str) -> None:
     for layer in (own[1].mlp, own[2].mlp):  # experts 0 and 1 are popular, which are neighbours
         layer.stats()
         layer.mixture.counted.numbers[:] = [100, 90, 1, 2, 3, 4, 5, 6, 300, 0, 0]
-    told = rebalance_experts(own, optimizer)
-    assert len(told) == 2
+    reported = rebalance_experts(own, optimizer)
+    assert len(reported) == 2
     placement = own[1].mlp.mixture.placement
     assert axis.size == 1 or placement.owners[0] != placement.owners[1]
-    assert rebalance_experts(own, optimizer) == dict.fromkeys(told, (1.0, 1.0))  # nothing was chosen since
+    assert rebalance_experts(own, optimizer) == dict.fromkeys(
+        reported, (1.0, 1.0)
+    )  # no token has chosen an expert since
     assert own[1].mlp.mixture.placement == placement
     train(own, optimizer, own_rows(dp), rows, range(2, 4))
     state, moments = gather_state_dict(own), gather_optimizer_state(optimizer, own.named_parameters())
@@ -340,7 +342,7 @@ def test_experts_that_moved_go_on(comm: Communicator, which: str) -> None:
 
 
 class Mixed(nn.Module):
-    """A layer that a plan divides, and a mixture of experts."""
+    """A layer divided by a plan, and a mixture of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,8 +357,8 @@ class Mixed(nn.Module):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("checked", ["example", "first call"])
-def test_beside_divided_layers(comm: Communicator, checked: str) -> None:
-    """A plan's check runs the model, which must not count as a training step of the router."""
+def test_experts_next_to_divided_layers(comm: Communicator, checked: str) -> None:
+    """The check of a plan runs the model, which must not count as a training step of the router."""
     if comm.size == 3:
         pytest.skip("4 experts")
     mesh = Mesh(dp=-1, tp=2)
@@ -364,18 +366,18 @@ def test_beside_divided_layers(comm: Communicator, checked: str) -> None:
     rows = 2 * dp.size
     plan = {"mlp": Experts(4, top_k=2)}
 
-    def made(ranks: Any) -> Any:
+    def build(ranks: Any) -> Any:
         torch.manual_seed(0)
-        found = Mixed().double()
-        return expertize(found, ranks, plan)
+        result = Mixed().double()
+        return expertize(result, ranks, plan)
 
-    whole = made(single(comm))
+    whole = build(single(comm))
     expected = train(whole, sgd(whole), lambda each: each, rows, range(2))
-    own = made(mesh)
+    own = build(mesh)
     example = batch(1, 9)[0] if checked == "example" else None
     parallelize(own, mesh["tp"], {"up": Column(), "down": Row()}, example=example)
     optimizer = DistributedOptimizer(sgd(own), own.named_parameters(), mesh=mesh)
-    with warnings.catch_warnings():  # a model was blamed for what our layer asks its own weights
+    with warnings.catch_warnings():  # the model was blamed for an access by our own layer
         warnings.filterwarnings("error", "plan: ")
         losses = train(own, optimizer, own_rows(dp), rows, range(2))
     mean = dp.all_reduce(torch.stack(losses).numpy(), "mean")
@@ -405,12 +407,12 @@ def clipped(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("way", [None, by_hand, clipped, mixed])
-def test_steps_that_nobody_reduces_are_told(comm: Any, way: Any) -> None:
-    """Ranks with a plain optimizer parted without a word, and who reduced all gradients mixed other experts."""
+def test_unreduced_steps_are_reported(comm: Any, way: Any) -> None:
+    """Regression: ranks with a plain optimizer silently diverged; reducing all gradients mixed different experts."""
     if comm.size == 1:
         return
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), MoE(4, Experts(2 * comm.size, hidden=4), anew(comm)))
+    model = nn.Sequential(nn.Linear(4, 4), MoE(4, Experts(2 * comm.size, hidden=4), another_communicator(comm)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     expected: Any = contextlib.nullcontext()
     if way is mixed:
@@ -430,8 +432,8 @@ def test_steps_that_nobody_reduces_are_told(comm: Any, way: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_other_values_on_ranks_are_told(comm: Any) -> None:
-    """Weights beside a mixture that was put into a model kept what the rank's seed had given them."""
+def test_different_values_on_ranks_are_reported(comm: Any) -> None:
+    """Regression: weights outside a mixture that was inserted into a model depended on the rank's seed."""
     for broadcasts in (False, True):
         torch.manual_seed(comm.rank)
         model = nn.Sequential(nn.Linear(4, 4), MoE(4, Experts(2 * comm.size, hidden=4), comm))
@@ -452,8 +454,8 @@ def test_other_values_on_ranks_are_told(comm: Any) -> None:
                 optimizer.zero_grad()
 
 
-def test_each_optimizer_by_which_ranks_part_is_told(comm: Any) -> None:
-    """The second one of a process was not, as the first one was already."""
+def test_each_optimizer_that_makes_ranks_diverge_is_reported(comm: Any) -> None:
+    """Regression: only the first one of a process was reported."""
     if comm.size == 1:
         return
     for _ in range(2):
@@ -465,16 +467,16 @@ def test_each_optimizer_by_which_ranks_part_is_told(comm: Any) -> None:
             optimizer.step()
 
 
-def anew(comm: Any) -> Any:
-    """Return other ranks of the same: what is warned of once for these is warned of again."""
-    found = comm.split(0, name="together")
-    assert found is not None
-    return found
+def another_communicator(comm: Any) -> Any:
+    """Return another communicator of the same ranks, which repeats warnings that appear once."""
+    group = comm.split(0, name="together")
+    assert group is not None
+    return group
 
 
 @pytest.mark.ranks(min=2)
-def test_an_optimizer_that_some_ranks_still_have(comm: Communicator) -> None:
-    """A rank that had collected the first one reduced within backward, where ranks take turns, and all waited."""
+def test_an_optimizer_that_only_some_ranks_still_have(comm: Communicator) -> None:
+    """Regression: a rank that had collected it reduced within backward, while others took turns, and all waited."""
     kept = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -495,7 +497,7 @@ def test_an_optimizer_that_some_ranks_still_have(comm: Communicator) -> None:
 
 
 class Averaged(nn.Module):
-    """A mixture, and behind it a mean over features that a plan divides."""
+    """A mixture, followed by a mean over features that a plan divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,8 +511,8 @@ class Averaged(nn.Module):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_rules_see_what_is_behind_divided_experts(comm: Communicator, chunks: int) -> None:
-    """A look put hooks on experts, which took that for the user's; so it ended there, in silence."""
+def test_rules_check_layers_after_divided_experts(comm: Communicator, chunks: int) -> None:
+    """Regression: the check put hooks on experts, took these for the user's, and silently ended there."""
     if comm.size % 2:
         pytest.skip("two ranks for each expert")
     mesh = Mesh(dp=-1, tp=2)

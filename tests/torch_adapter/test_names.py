@@ -1,4 +1,4 @@
-"""`import commlib_torch as hvd` has nothing less than before, and nothing by accident."""
+"""Names of `commlib_torch`: the module exports all earlier names, and none by accident."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ TYPES = {"WrappedOptimizer"}
 
 
 def exported(module: Any) -> set[str]:
-    """The names in `__all__`: each once, and each there."""
+    """Return the names in `__all__`, each of which exists and appears once."""
     assert len(module.__all__) == len(set(module.__all__))
     assert all(hasattr(module, name) for name in module.__all__)
     return set(module.__all__)
@@ -66,7 +66,7 @@ def test_exported_names() -> None:
 
 
 def test_horovod_has_a_module_of_its_own() -> None:
-    """`allreduce` is a mean and `all_reduce` a sum: a program that imports this module cannot mix them up."""
+    """`allreduce` is a mean and `all_reduce` a sum: programs that import this module cannot confuse them."""
     ours = {
         "DataParallel",
         "OneBitAdam",
@@ -86,8 +86,8 @@ def test_names_are_not_modules_of_the_same_name() -> None:
         assert getattr(hvd, name).__doc__
 
 
-def test_generic_words_of_styles_are_not_at_top_level() -> None:
-    """`from commlib_torch import *` replaced typing's `Sequence`."""
+def test_generic_names_of_styles_are_not_at_top_level() -> None:
+    """Regression: `from commlib_torch import *` replaced typing's `Sequence`."""
     assert not {"PerRank", "Plan", "Replicate", "Sequence", "Slice"} & set(hvd.__all__)
     styles = {"Column", "PerRank", "Plan", "Replicate", "Row", "Sequence", "Vocabulary"}
     assert styles <= exported(hvd.tensor)

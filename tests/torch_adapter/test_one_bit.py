@@ -1,4 +1,4 @@
-"""1-bit Adam and 1-bit LAMB on torch's parameters. The arithmetic itself is tested in tests/unit/optim."""
+"""1-bit Adam and 1-bit LAMB on torch's parameters. Tests in tests/unit/optim cover the arithmetic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(comm: Any, kind: Any = OneBitAdam, freeze_step: int = 3, **options: Any
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_before_the_freeze_it_is_adam_on_the_whole_batch(comm: Any, decoupled: bool) -> None:
+def test_before_the_freeze_it_matches_adam_on_the_whole_batch(comm: Any, decoupled: bool) -> None:
     network, optimizer = make(comm, freeze_step=100, weight_decay=0.1, decoupled_weight_decay=decoupled)
     alone = model(dtype=F32)
     plain = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -50,14 +50,14 @@ def test_before_the_freeze_it_is_adam_on_the_whole_batch(comm: Any, decoupled: b
         for scheduler in schedulers:
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.01 / 8
-    # The mean over ranks of means over rows is rounded otherwise than the mean over all rows: 2^-24 of gradients, and
-    # as much again for each of few roundings; Adam divides by their size, so each of 6 steps is off by 20 of these.
+    # The mean over ranks of means over rows rounds differently from the mean over all rows: 2^-24 of gradients, and
+    # as much for each of a few roundings; Adam divides by their size, so each of 6 steps is off by 20 of these.
     assert_close(parameters_of(network), parameters_of(alone), 6 * 20 * 2.0**-24)
     assert_same_everywhere(comm, parameters_of(network))
 
 
 @kinds
-def test_after_the_freeze_all_ranks_stay_the_same(comm: Any, kind: Any) -> None:
+def test_after_the_freeze_all_ranks_stay_equal(comm: Any, kind: Any) -> None:
     network, optimizer = make(comm, kind)
     train(comm, network, optimizer, 0, 12)
     assert_same_everywhere(comm, parameters_of(network))
@@ -115,7 +115,7 @@ def test_half_precision_and_strided_parameters(comm: Any, kind: Any) -> None:
 @pytest.mark.parametrize("at", [2, 5])
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
 def test_state_dict(comm: Any, kind: Any, at: int, dtype: torch.dtype) -> None:
-    """What goes on from a state ends with the same bits, in both phases, also into an optimizer that has stepped."""
+    """Training resumed from a state ends with the same bits, in both phases, also in an optimizer that has stepped."""
     network, optimizer = make(comm, kind)
     network.to(dtype)
 
@@ -138,7 +138,7 @@ def test_state_dict(comm: Any, kind: Any, at: int, dtype: torch.dtype) -> None:
 
 
 def test_a_state_may_come_from_another_rank(comm: Any) -> None:
-    """Moments are everybody's; residuals belong to the rank that has them, and are not taken over by others."""
+    """Moments are shared by all ranks; residuals belong to one rank, and others do not take them over."""
     network, optimizer = make(comm)
     train(comm, network, optimizer, 0, 5)
     root = comm.size - 1
@@ -149,7 +149,7 @@ def test_a_state_may_come_from_another_rank(comm: Any) -> None:
     assert_same_everywhere(comm, parameters_of(network))
 
 
-def test_a_state_that_does_not_fit(comm: Any) -> None:
+def test_a_state_of_other_shapes_is_refused(comm: Any) -> None:
     network, optimizer = make(comm)
     plain = torch.optim.Adam(network.parameters())
     train(comm, network, plain, 0, 1)
@@ -159,14 +159,14 @@ def test_a_state_that_does_not_fit(comm: Any) -> None:
     train(comm, other_network, other, 0, 1)
     with pytest.raises(UsageError, match="freeze_step=4, but this optimizer has 3"):
         optimizer.load_state_dict(other.state_dict())
-    optimizer.load_state_dict(make(comm)[1].state_dict())  # of one that has not stepped
+    optimizer.load_state_dict(make(comm)[1].state_dict())  # the state of an optimizer that has not stepped
     with pytest.raises(UsageError, match="state_dict"):
         copy.deepcopy(optimizer)
 
 
 @kinds
 def test_gradient_scaler(comm: Any, kind: Any) -> None:
-    """One rank overflows, in either phase: no rank steps. Else a scale changes nothing, as it is a power of two."""
+    """If one rank overflows, in either phase, no rank steps. A scale has no effect, as it is a power of two."""
     network, optimizer = make(comm, kind)
     other, plain = make(comm, kind)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -223,14 +223,14 @@ def test_late_gradients_are_warned_of(comm: Any) -> None:
     assert (table.weight[2:] == 1).all()
 
 
-def test_it_is_not_for_a_distributed_optimizer(comm: Any) -> None:
+def test_a_distributed_optimizer_refuses_it(comm: Any) -> None:
     _, optimizer = make(comm)
     with pytest.raises(UsageError, match="averages over the ranks by itself"):
         DistributedOptimizer(optimizer)
 
 
 @many
-def test_ranks_that_differ_are_told(comm: Any) -> None:
+def test_ranks_with_different_options_are_refused(comm: Any) -> None:
     network, optimizer = make(comm, freeze_step=2 + comm.rank)
     with pytest.raises(MismatchError, match=r"OneBitAdam.*freeze_step"):
         train(comm, network, optimizer, 0, 1)
@@ -252,11 +252,11 @@ def test_wrong_options(comm: Any, options: dict[str, Any], message: str) -> None
 
 @kinds
 def test_parameters_on_other_devices_are_refused_with_the_reason(comm: Any, kind: Any) -> None:
-    with FakeTensorMode():  # on a device that this machine need not have
+    with FakeTensorMode():  # a device that this machine need not have
         parameter = nn.Parameter(torch.empty(2, 3, device="xpu"))
         with pytest.raises(UsageError, match=rf"{kind.__name__} updates .* of shape \(2, 3\) is on xpu:0"):
             kind([parameter], freeze_step=1)
-        kind([nn.Parameter(torch.empty(2, 3, device="cuda"))], freeze_step=1)  # these it copies
+        kind([nn.Parameter(torch.empty(2, 3, device="cuda"))], freeze_step=1)  # these are copied
 
 
 def test_wrong_parameters(comm: Any) -> None:

@@ -1,4 +1,4 @@
-"""A wrapped optimizer is still the user's optimizer: everything that works with that works with this."""
+"""A wrapped optimizer behaves like the user's optimizer and works with all of PyTorch's tools."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ def test_it_is_the_same_object_of_the_same_class() -> None:
 
 @pytest.mark.parametrize("first", ["optimizer", "scheduler"])
 def test_learning_rate_scheduler(comm: Any, first: str) -> None:
-    """A scheduler replaces step() on the instance, before or after the optimizer is wrapped."""
+    """A scheduler replaces step() on the instance, before or after wrapping."""
     network, alone = model(), model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
     if first == "optimizer":
@@ -62,7 +62,7 @@ def test_learning_rate_scheduler(comm: Any, first: str) -> None:
 
 
 def test_gradient_scaler(comm: Any) -> None:
-    """One rank overflows: all ranks see it, skip the step and lower the scale."""
+    """If one rank overflows, all ranks skip the step and lower the scale."""
     network, alone = model(dtype=torch.float32), model(dtype=torch.float32)
     optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -93,7 +93,7 @@ def test_gradient_scaler(comm: Any) -> None:
 
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs(comm: Any, line_search: str | None) -> None:
-    """LBFGS decides by the loss that its closure returns: all ranks must see the loss of all."""
+    """LBFGS decides by the loss that its closure returns: every rank must see the same total loss."""
 
     def run(network: nn.Module, optimizer: Any, rows: Any) -> list[float]:
         losses = []
@@ -148,7 +148,7 @@ def test_a_closure_without_a_loss_on_one_rank(comm: Any) -> None:
     assert any(not torch.equal(one, other) for one, other in zip(start, parameters_of(network), strict=True))
 
 
-def test_state_dict_goes_to_plain_torch_and_back(comm: Any) -> None:
+def test_state_dicts_are_interchangeable_with_plain_torch(comm: Any) -> None:
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.Adam(network.parameters(), lr=0.01))
     train(comm, network, optimizer, lambda data: mine(comm, data))
@@ -179,7 +179,7 @@ def test_a_copy_is_the_plain_optimizer(comm: Any, duplicate: Any) -> None:
     assert type(clone) is torch.optim.Adam
     assert clone.param_groups[0]["lr"] == 0.25
     assert len(clone.state) == len(optimizer.state)
-    clone.step()  # alone on each rank: nobody is asked to join
+    clone.step()  # local on each rank: no other rank has to join
     if comm.size > 1:
         assert optimizer.statistics.reductions == 1
 
@@ -191,7 +191,7 @@ def test_models_and_parameters_can_be_copied_and_pickled(comm: Any) -> None:
     for clone in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
         assert_close(parameters_of(clone), parameters_of(network), 0)
         clone.zero_grad()
-        loss_of(clone, mine(comm, batch(comm))).backward()  # hooks did not come along
+        loss_of(clone, mine(comm, batch(comm))).backward()  # hooks are not copied
     optimizer.step()
     if comm.size > 1:
         assert optimizer.statistics.reductions == 1
@@ -212,10 +212,10 @@ def test_add_param_group(comm: Any) -> None:
     train(comm, alone, plain, lambda data: data)
     assert_close(parameters_of(network), parameters_of(alone), 1e-9)
     if comm.size > 1:
-        assert optimizer.statistics.reductions == 6  # counted on
+        assert optimizer.statistics.reductions == 6  # the count continues
 
 
-def test_one_gradient_is_reduced_by_one_of_them(comm: Any) -> None:
+def test_only_one_optimizer_reduces_a_gradient(comm: Any) -> None:
     network = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="DistributedOptimizer already"):
@@ -225,7 +225,7 @@ def test_one_gradient_is_reduced_by_one_of_them(comm: Any) -> None:
     with pytest.raises(UsageError, match="already reduced by another"):
         DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     del optimizer
-    DataParallel(network)  # with the optimizer its reducer is gone
+    DataParallel(network)  # the reducer is freed with the optimizer
 
 
 def test_bad_arguments(comm: Any) -> None:
@@ -254,7 +254,7 @@ def test_bad_arguments(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("wrapper", ["optimizer", "module"])
 @pytest.mark.parametrize("difference", ["shape", "dtype", "name", "number", "setting"])
-def test_ranks_that_hold_other_parameters_are_told_at_once(comm: Any, wrapper: str, difference: str) -> None:
+def test_ranks_with_different_parameters_are_refused_at_once(comm: Any, wrapper: str, difference: str) -> None:
     odd = comm.rank == comm.size - 1
     network = nn.Sequential()
     network.add_module("other" if odd and difference == "name" else "first", nn.Linear(2, 3))
@@ -270,7 +270,7 @@ def test_ranks_that_hold_other_parameters_are_told_at_once(comm: Any, wrapper: s
             DistributedOptimizer(optimizer, network.named_parameters(), **options)
         else:
             DataParallel(network, **options)
-    assert comm.all_gather_object(comm.rank) == list(range(comm.size))  # and go on
+    assert comm.all_gather_object(comm.rank) == list(range(comm.size))  # communication still works
 
 
 class Fuse(torch.autograd.Function):
@@ -292,7 +292,7 @@ class Fuse(torch.autograd.Function):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_backward_that_raises_and_is_caught(comm: Any, overlap: bool) -> None:
-    """The others wait for its end: synchronize() or step() brings it, another backward before that is an error."""
+    """The others wait for its end. synchronize() or step() completes it; another backward before that is an error."""
     network = model()
     optimizer: Any = DistributedOptimizer(
         torch.optim.SGD(network.parameters(), lr=0.1), bucket_cap_mib=1e-4, overlap=overlap
@@ -316,7 +316,7 @@ def test_a_backward_that_raises_and_is_caught(comm: Any, overlap: bool) -> None:
             backward()
     finally:
         Fuse.lit = False
-    assert_same_everywhere(comm, gradients_of(network))  # the backward that was refused has not spoilt them
+    assert_same_everywhere(comm, gradients_of(network))  # the refused backward has not damaged them
     optimizer.step()
     optimizer.zero_grad()
     alone = model()
@@ -326,7 +326,7 @@ def test_a_backward_that_raises_and_is_caught(comm: Any, overlap: bool) -> None:
     assert_close(gradients_of(network), gradients_of(alone))
 
 
-def test_the_reducer_goes_with_the_optimizer(comm: Any) -> None:
+def test_the_reducer_is_freed_with_the_optimizer(comm: Any) -> None:
     from commlib_torch._autograd import backward_passes
 
     network = model()

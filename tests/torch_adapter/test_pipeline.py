@@ -1,4 +1,4 @@
-"""A model in stages trains as it does in one process, whatever the schedule."""
+"""A model in stages trains as it does in one process, under every schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.bodies.pipelines import assert_a_failing_loss_is_told
 FLUSHING = [name for name, plan in table.items() if not plan.updates]
 WIDTH = 6
 
-# Sums of microbatches' gradients are added in another order than in one process: some ulps of float64.
+# Gradients of microbatches are summed in another order than in one process: some ulps of float64.
 EXACT = 1e-12
 
 
@@ -40,7 +40,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    """Compare what this rank has with what one process has."""
+    """Compare this rank's values with those of one process."""
     for name, value in got.items():
         if expected[name] is None or value is None:
             assert expected[name] is None and value is None, name
@@ -61,7 +61,7 @@ def alone(model: nn.Module, *batches: tuple[Any, Any], loss: Any = F.mse_loss) -
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 @pytest.mark.parametrize("name", FLUSHING)
 def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, microbatches: int) -> None:
-    """Two batches are accumulated, of which one leaves microbatches uneven or empty; then the weights are updated."""
+    """Two batches are accumulated, one of which leaves microbatches uneven or empty; then the weights are updated."""
     whole = layers(12)
     pipe = pipeline(layers(12), comm, schedule=name, microbatches=microbatches, loss=F.mse_loss)
     ours = torch.optim.AdamW(pipe.parameters(), lr=0.1)
@@ -88,7 +88,7 @@ def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, mi
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
-def test_activations_held_are_those_of_the_simulator(comm: Any, name: Any) -> None:
+def test_activations_held_match_the_simulator(comm: Any, name: Any) -> None:
     pipe = pipeline(layers(8), comm, schedule=name, microbatches=8, loss=F.mse_loss)
     pipe.step(*batch(8))
     assert pipe.pipe.runner.peak == simulate(pipe.pipe.lowered).peak[comm.rank]
@@ -96,7 +96,7 @@ def test_activations_held_are_those_of_the_simulator(comm: Any, name: Any) -> No
 
 
 class Skipping(nn.Module):
-    """Skips over several stages, two inputs, integers among them, several values, and a weight that is used twice."""
+    """A model with skips over several stages, integer and other inputs, several outputs, and a weight used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,14 +148,14 @@ def test_skips_ties_and_other_values(comm: Any, name: Any, split: str) -> None:
         assert_same(gradients_of(pipe), gradients_of(whole))
     norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
     torch.testing.assert_close(pipe.clip_grad_norm(0.1).double(), norm, rtol=1e-6, atol=0)
-    # The factor is made of the norm in float64 here and there.
+    # The factor is computed from the norm in float64 on both sides.
     for key, gradient in gradients_of(pipe).items():
         torch.testing.assert_close(gradient, gradients_of(whole).get(key), rtol=1e-6, atol=1e-12)
     pipe.close()
 
 
 def test_several_values_between_layers(comm: Any) -> None:
-    """Tuples are the next layer's arguments; None, numbers and integers come through."""
+    """Tuples are the next layer's arguments; None, numbers and integers are passed on."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -174,11 +174,11 @@ def test_several_values_between_layers(comm: Any) -> None:
 
     torch.manual_seed(0)
     model: list[nn.Module] = [*(Layer().double() for _ in range(4)), Last()]
-    pipe = pipeline(model, comm, schedule="1f1b", microbatches=2, loss=F.mse_loss, weigh="rows")  # it counts rows
+    pipe = pipeline(model, comm, schedule="1f1b", microbatches=2, loss=F.mse_loss, weigh="rows")  # the loss counts rows
     x, y = batch(6)
     value: Any = (x, x > 0)
     losses = []
-    for part in (slice(0, 3), slice(3, 6)):  # what is counted in a microbatch is not what is counted in the batch
+    for part in (slice(0, 3), slice(3, 6)):  # a microbatch's count differs from the batch's
         value = (x[part], x[part] > 0)
         for layer in model:
             value = layer(*value)
@@ -215,7 +215,7 @@ def test_layers_that_work_in_place_or_change_nothing(comm: Any, name: Any) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex128])
 def test_other_dtypes(comm: Any, dtype: torch.dtype) -> None:
-    """Activations travel as they are: the same bits as one process that computes in microbatches."""
+    """Activations travel unchanged: the bits match one process that computes in microbatches."""
 
     def model() -> nn.Sequential:
         torch.manual_seed(0)
@@ -237,7 +237,7 @@ def test_other_dtypes(comm: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
 def test_recomputed_activations(comm: Any, checkpoint: Any) -> None:
-    """Dropout is the same when a forward is computed again."""
+    """Dropout is the same when a forward is recomputed."""
     results = []
     for how in ("none", checkpoint):
         torch.manual_seed(0)
@@ -253,7 +253,7 @@ def test_recomputed_activations(comm: Any, checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 def test_running_statistics(comm: Any, checkpoint: Any) -> None:
-    """By microbatch: as one process that trains on one after another. By batch: as one that sees the whole batch."""
+    """By microbatch: as in one process that trains on them in turn. By batch: as in one that sees all."""
 
     def model() -> nn.Sequential:
         torch.manual_seed(0)
@@ -265,7 +265,7 @@ def test_running_statistics(comm: Any, checkpoint: Any) -> None:
     apart, first = model(), model()
     for part in x.chunk(3):
         apart(part)
-    first[0](x)  # only the first layer's input is what one process has: later ones are normalised by microbatch
+    first[0](x)  # only the first layer's input matches one process: later ones are normalised by microbatch
     kind: Any
     for kind, expected in (("microbatch", apart.state_dict()), ("batch", first.state_dict())):
         pipe = pipeline(
@@ -317,8 +317,8 @@ def test_a_codec_for_each_direction(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, list])
-def test_a_layer_that_comes_twice_is_called_twice(comm: Any, kind: Any) -> None:
-    """In one stage and in two: an activation, and a layer with weights, whose gradient is the sum of both."""
+def test_a_layer_listed_twice_is_called_twice(comm: Any, kind: Any) -> None:
+    """It may repeat in one stage or in two: an activation, or a layer with weights, whose gradient is the sum."""
 
     def repeating() -> nn.Sequential:
         torch.manual_seed(0)
@@ -341,7 +341,7 @@ def test_a_layer_that_comes_twice_is_called_twice(comm: Any, kind: Any) -> None:
     pipe.close()
 
 
-def test_a_function_says_where_to_cut(comm: Any) -> None:
+def test_a_function_chooses_the_cuts(comm: Any) -> None:
     def first_alone(model: Any) -> list[int]:
         assert isinstance(model, nn.Sequential)
         return [1] * (comm.size - 1) + [len(model) - comm.size + 1]
@@ -353,7 +353,7 @@ def test_a_function_says_where_to_cut(comm: Any) -> None:
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
 def test_updates_while_the_pipeline_runs(comm: Any, name: Any) -> None:
-    """As one process that uses, for each microbatch and stage, the weights that the schedule says."""
+    """As in one process that uses, for each microbatch and stage, the weights that the schedule prescribes."""
     from commlib.pipeline.schedule import Kind, make
     from commlib.pipeline.schedule.versions import versions
 
@@ -369,7 +369,7 @@ def test_updates_while_the_pipeline_runs(comm: Any, name: Any) -> None:
     for step in range(2):
         x, y = batch(16, step)
         xs, ys = x.chunk(microbatches), y.chunk(microbatches)
-        # All actions of all ranks in an order that is legal, on a stack of versions of each layer's weights.
+        # All actions of all ranks in a valid order, on a stack of versions of each layer's weights.
         kept = [[{k: v.detach().clone() for k, v in layer.state_dict().items()}] for layer in whole]
         outs: dict[Any, Any] = {}
         order = simulate(schedule)
@@ -421,7 +421,7 @@ def test_state_of_the_whole_model_is_loaded(comm: Any) -> None:
 
 @pytest.mark.parametrize("model", [lambda: layers(8), skipping], ids=["layers", "traced"])
 def test_chosen_by_measured_costs(comm: Any, model: Any) -> None:
-    """Any choice trains alike; nothing of the model is changed by measuring it."""
+    """Every choice trains alike, and measuring the model does not change it."""
     whole = model()
     generator = torch.Generator().manual_seed(2)
     is_traced = isinstance(whole, Skipping)
@@ -450,21 +450,21 @@ def test_chosen_by_measured_costs(comm: Any, model: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_what_is_computed_again_counts_in_the_choice(comm: Any) -> None:
+def test_recomputation_counts_in_the_choice(comm: Any) -> None:
     def least(checkpoint: Any) -> int:
         with pytest.raises(UsageError, match="no schedule holds at most 1 bytes") as refused:
             pipeline(
                 layers(8), comm, schedule="auto", microbatches=4, loss=F.mse_loss, checkpoint=checkpoint,
                 example=batch(2)[0], memory=1,
             )  # fmt: skip
-        found = re.search(r"the least is (\d+)", str(refused.value))
-        assert found is not None
-        return int(found[1])
+        result = re.search(r"the least is (\d+)", str(refused.value))
+        assert result is not None
+        return int(result[1])
 
     assert least("full") < least("none")
 
 
-def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
+def test_slow_layers_get_stages_of_their_own(comm: Any) -> None:
     class Slow(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             time.sleep(0.02)
@@ -475,14 +475,14 @@ def test_layers_that_take_longer_get_stages_of_their_own(comm: Any) -> None:
         [Slow(), *quick], comm, schedule="1f1b", split="time", microbatches=2, loss=F.mse_loss, example=batch(2)[0]
     )
     if comm.size > 1:
-        assert (comm.rank == 0) == (not list(pipe.named_parameters()))  # parameters() has an empty one then
+        assert (comm.rank == 0) == (not list(pipe.named_parameters()))  # parameters() then has an empty one
     pipe.close()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 @pytest.mark.ranks(min=2)
-def test_gradients_do_not_lie_in_messages(comm: Any, name: Any) -> None:
-    """Autograd may make a received gradient that of a weight without a copy: its memory is the next message's."""
+def test_gradients_do_not_share_memory_with_messages(comm: Any, name: Any) -> None:
+    """Autograd may use a received gradient as a weight's without a copy, but the next message reuses its memory."""
 
     class Shift(nn.Module):
         def __init__(self) -> None:
@@ -494,7 +494,7 @@ def test_gradients_do_not_lie_in_messages(comm: Any, name: Any) -> None:
 
     def model() -> list[nn.Module]:
         torch.manual_seed(0)
-        # One alone: where two follow each other, torch lets both gradients lie in the same memory, in one process too.
+        # Only one: for two in a row, torch lets both gradients share memory, in one process too.
         return [Shift(), *(nn.Linear(WIDTH, WIDTH).double() for _ in range(comm.size - 1))]
 
     whole = nn.Sequential(*model())
@@ -507,7 +507,7 @@ def test_gradients_do_not_lie_in_messages(comm: Any, name: Any) -> None:
     pipe.close()
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.ranks(min=2)
@@ -530,7 +530,7 @@ def test_tied_weights_are_refused_where_stages_update_by_themselves(comm: Any) -
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_ask_for_different_things(comm: Any) -> None:
+def test_ranks_with_different_arguments_are_refused(comm: Any) -> None:
     with pytest.raises(MismatchError, match=r"2 microbatch.*on rank 0 but .*3 microbatch"):
         pipeline(layers(4), comm, microbatches=2 if comm.rank == 0 else 3)
     with pytest.raises(MismatchError, match=r"stage 0: 0.0.weight"):
@@ -538,7 +538,7 @@ def test_ranks_that_ask_for_different_things(comm: Any) -> None:
         pipeline(model, comm, microbatches=2)
 
 
-def test_what_makes_no_sense(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match="layers cannot be cut into"):
         pipeline(layers(comm.size - 1), comm, microbatches=2) if comm.size > 1 else pipeline([], comm, microbatches=2)
     with pytest.raises(UsageError, match="unknown schedule 'f1b1'"):

@@ -1,4 +1,4 @@
-"""What a step takes and gives: where rows are, microbatches of their own lengths, details; norms that clip."""
+"""Inputs and outputs of a pipeline's step: places of rows, microbatches of own lengths, details, clipped norms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commlib.errors import CommlibError, PeerError, UsageError
 from commlib_torch import DataParallel, DistributedOptimizer, clip_grad_norm_, pipeline
 
 WIDTH = 6
-EXACT = 1e-11  # sums of microbatches are added in another order than in one process: some ulps of float64
+EXACT = 1e-11  # microbatches are summed in another order than in one process: some ulps of float64
 
 
 def close(got: Any, expected: Any) -> None:
@@ -36,7 +36,7 @@ def assert_gradients(pipe: Any, whole: nn.Module) -> None:
 
 
 class Places(nn.Module):
-    """Has an input that is of all rows."""
+    """A layer with an input that applies to all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Places(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Has rows in the second dimension of an output, and of an input."""
+    """A layer with rows in the second dimension of an output and of an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,16 +59,16 @@ class Recurrent(nn.Module):
         return torch.tanh(self.head(out)), state
 
 
-def made(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+def build(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = kind().double()
     return model, copy.deepcopy(model)
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_an_input_that_is_for_all_microbatches(comm: Any, named: bool) -> None:
-    """It was cut, too, where it is as long as the batch: another loss, and nobody said anything."""
-    model, whole = made(Places)
+def test_an_input_for_all_microbatches_is_not_cut(comm: Any, named: bool) -> None:
+    """Regression: it was cut if it was as long as the batch, which silently changed the loss."""
+    model, whole = build(Places)
     x, places, y = random(8, 8, WIDTH), random(8), random(8, 8, WIDTH, seed=2)
     where = {"places": "whole"} if named else (0, "whole")
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=4, rows={"x": where})
@@ -78,16 +78,16 @@ def test_an_input_that_is_for_all_microbatches(comm: Any, named: bool) -> None:
     assert_gradients(pipe, whole)
     close(pipe.predict({"x": x, "places": places} if named else (x, places)), whole(x, places).detach())
     pipe.close()
-    pipe = pipeline(made(Places)[0], comm, loss=F.mse_loss, microbatches=4)
-    ends = comm.rank in (pipe.pipe.first, pipe.pipe.last)  # ranks between them are told by these
+    pipe = pipeline(build(Places)[0], comm, loss=F.mse_loss, microbatches=4)
+    ends = comm.rank in (pipe.pipe.first, pipe.pipe.last)  # these inform the ranks between them
     with pytest.raises(UsageError if ends else PeerError, match="got 2 different numbers: 5, 8; if rows are in"):
         pipe.step((x[:, :5], places[:5]), y[:, :5])
     pipe.close()
 
 
 def test_rows_in_another_dimension(comm: Any) -> None:
-    """Outputs were put together along the first one: of (1, rows, width) came (microbatches, ...)."""
-    model, whole = made(Recurrent)
+    """Regression: outputs were joined along the first dimension: (1, rows, width) became (microbatches, ...)."""
+    model, whole = build(Recurrent)
     x, y = random(3, 7, WIDTH), random(3, 7, WIDTH, seed=2)
     rows = {"x": 1, "y": 1, "output": (1, 1)}
 
@@ -105,26 +105,26 @@ def test_rows_in_another_dimension(comm: Any) -> None:
     for got, output in zip(pipe.predict(x), whole(x), strict=True):
         close(got, output.detach())
     pipe.close()
-    pipe = pipeline(made(Recurrent)[0], comm, microbatches=4, rows={"x": 1, "output": (1, 0)})
+    pipe = pipeline(build(Recurrent)[0], comm, microbatches=4, rows={"x": 1, "output": (1, 0)})
     with pytest.raises(CommlibError, match="a microbatch of 2 rows has output of shape"):
         pipe.predict(x)
     pipe.close()
 
 
-def test_rows_that_make_no_sense(comm: Any) -> None:
+def test_invalid_rows_are_refused(comm: Any) -> None:
     for rows, text in (
         ({"z": 0}, "rows has 'z', expected x, y or output"),
         ({"x": (0, "all")}, "rows has 'all' for x, expected a dimension"),
         ({"y": -1}, "rows has -1 for y"),
     ):
         with pytest.raises(UsageError, match=text):
-            pipeline(made(Places)[0], comm, loss=F.mse_loss, microbatches=2, rows=rows)
+            pipeline(build(Places)[0], comm, loss=F.mse_loss, microbatches=2, rows=rows)
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_values_of_whose_rows_nobody_could_give_a_microbatch_its_own(comm: Any) -> None:
-    """Each microbatch was given a whole array of numpy, and torch may have broadcast it; a number is for all."""
+def test_values_whose_rows_cannot_be_cut_are_refused(comm: Any) -> None:
+    """Regression: each microbatch got a whole numpy array, which torch may have broadcast. A number applies to all."""
     x, y = random(8, WIDTH), random(8, WIDTH, seed=2)
     weights = torch.arange(WIDTH).numpy()
 
@@ -162,27 +162,27 @@ def test_details_of_a_step(comm: Any, name: Any) -> None:
         return value, {"right": (output.argmax(-1) == target).double().mean(), "mean": output.mean(0)}
 
     x, y, whole = random(8, WIDTH), torch.arange(8) % WIDTH, layers()
-    y[3:6] = -100  # a microbatch without terms, and one of one
+    y[3:6] = -100  # one microbatch without terms, and one with a single term
     pipe = pipeline(layers(), comm, loss=loss, microbatches=4, schedule=name)
     output = whole(x)
     expected, parts = F.cross_entropy(output, y), [slice(start, start + 2) for start in range(0, 8, 2)]
     expected.backward()
     for call in (pipe.step, pipe.evaluate):
-        found = call(x, y, outputs=True)
-        close(found.loss, expected.detach())
-        for got, part in zip(found.losses, parts, strict=True):
+        result = call(x, y, outputs=True)
+        close(result.loss, expected.detach())
+        for got, part in zip(result.losses, parts, strict=True):
             own = F.cross_entropy(output[part], y[part]).item()
             assert got == pytest.approx(own, rel=1e-12, nan_ok=True)
         weights = torch.tensor([0.4, 0.2, 0.0, 0.4], dtype=torch.float64)
         close(
-            found.metrics["mean"],
+            result.metrics["mean"],
             sum(w * output[p].mean(0) for w, p in zip(weights, parts, strict=True)).detach(),
         )
-        assert set(found.metrics) == {"right", "mean"}
+        assert set(result.metrics) == {"right", "mean"}
         if comm.rank == pipe.pipe.last:
-            close(found.outputs, output.detach())
+            close(result.outputs, output.detach())
         else:
-            assert found.outputs is None
+            assert result.outputs is None
     assert_gradients(pipe, whole)
     assert pipe.step(x, y, details=True).outputs is None
     assert isinstance(pipe.step(x, y), Tensor)
@@ -191,7 +191,7 @@ def test_details_of_a_step(comm: Any, name: Any) -> None:
 
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum"), lambda o, t: ((o - t) ** 2).mean()])
 def test_microbatches_of_their_own_lengths(comm: Any, loss: Any) -> None:
-    """Texts of 3, 5 and 2 words: a mean over words weighs them by these, not by rows."""
+    """Sequences of 3, 5 and 2 words: a mean over words weighs them by these lengths, not by rows."""
     shapes = [(2, 3), (1, 5), (3, 2)]
     xs = [random(*shape, WIDTH, seed=number) for number, shape in enumerate(shapes)]
     ys = [random(*shape, WIDTH, seed=number + 9) for number, shape in enumerate(shapes)]
@@ -217,7 +217,7 @@ def test_microbatches_of_their_own_lengths(comm: Any, loss: Any) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
-def test_norms_that_clip(comm: Any, norm_type: float) -> None:
+def test_gradients_are_clipped_by_each_norm(comm: Any, norm_type: float) -> None:
     x, y, whole = random(8, WIDTH), random(8, WIDTH, seed=2), layers()
     pipe = pipeline(layers(), comm, loss=F.mse_loss, microbatches=2)
     pipe.step(x, y)
@@ -238,8 +238,8 @@ def test_norms_that_clip(comm: Any, norm_type: float) -> None:
 
 
 @pytest.mark.parametrize("by", ["an optimizer", "clip_grad_norm_", "torch"])
-def test_clipping_knows_other_stages(comm: Any, by: str) -> None:
-    """All but the pipeline's own clipped by the norm of this rank's stages alone."""
+def test_clipping_includes_other_stages(comm: Any, by: str) -> None:
+    """Regression: all methods but the pipeline's own clipped by the norm of this rank's stages only."""
     if comm.size == 1:
         return
     x, y, whole = random(8, WIDTH), random(8, WIDTH, seed=2), layers()
@@ -255,7 +255,7 @@ def test_clipping_knows_other_stages(comm: Any, by: str) -> None:
             torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.01)
         one = next(parameter for parameter in pipe.parameters() if parameter.grad is not None)
         assert one.grad is not None
-        close(torch.nn.utils.get_total_norm([one.grad]), one.grad.norm())  # of one layer, it is not of stages
+        close(torch.nn.utils.get_total_norm([one.grad]), one.grad.norm())  # it belongs to one layer, not to stages
         pipe.clip_grad_norm(0.01)
     else:
         close(
@@ -267,8 +267,8 @@ def test_clipping_knows_other_stages(comm: Any, by: str) -> None:
     mesh.close()
 
 
-def test_outputs_of_other_lengths_are_no_batch(comm: Any) -> None:
-    """They ended in torch's own error of sizes that do not match."""
+def test_outputs_of_other_lengths_are_refused(comm: Any) -> None:
+    """Regression: torch raised its own error of mismatched sizes."""
     pipe = pipeline(nn.Sequential(*(nn.Linear(4, 4) for _ in range(comm.size))), comm, microbatches=2)
     with pytest.raises((UsageError, PeerError), match="outputs of microbatches have different lengths"):
         pipe.predict([torch.ones(2, 3, 4), torch.ones(2, 5, 4)], cut=False)
@@ -276,7 +276,7 @@ def test_outputs_of_other_lengths_are_no_batch(comm: Any) -> None:
 
 
 class Outside(nn.Module):
-    """Computes what a pipeline is given, outside of it: x, beside an argument without gradients, and y."""
+    """Computes a pipeline's inputs outside of it: x, together with an argument without gradients, and y."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,8 +288,8 @@ class Outside(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_gradients_go_on_into_what_x_and_y_were_computed_of(comm: Any, schedule: Any) -> None:
-    """The second microbatch went back through a graph that the first one had freed."""
+def test_gradients_flow_through_x_and_y(comm: Any, schedule: Any) -> None:
+    """Regression: the second microbatch differentiated a graph that the first one had freed."""
     torch.manual_seed(0)
     outside = Outside().double()
     first = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))).double()
@@ -305,7 +305,7 @@ def test_gradients_go_on_into_what_x_and_y_were_computed_of(comm: Any, schedule:
         x, y = outside(numbers, target)
         x[0].register_hook(lambda gradient: called.append(len(gradient)))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that ranks have gradients of their own
+            warnings.simplefilter("ignore")  # that ranks have their own gradients
             close(pipe.step(x, y), expected.detach())
     assert_gradients(pipe, whole)
     assert set(called) <= {8} and len(called) == (2 if comm.rank in (pipe.pipe.first, pipe.pipe.last) else 0)
@@ -318,8 +318,8 @@ def test_gradients_go_on_into_what_x_and_y_were_computed_of(comm: Any, schedule:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("wrap", ["optimizer", "layer"])
-def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: Any, wrap: str) -> None:
-    """The rank that used them waited within `step` for those that do not, until COMMLIB_TIMEOUT."""
+def test_outer_layers_can_be_reduced_by_all_ranks(comm: Any, op: Any, wrap: str) -> None:
+    """Regression: the rank that used them waited within `step` for ranks that do not, until COMMLIB_TIMEOUT."""
     torch.manual_seed(0)
     outside: Any = nn.Linear(WIDTH, WIDTH).double()
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(comm.size)]
@@ -332,7 +332,7 @@ def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: Any, wra
         optimizer = torch.optim.SGD(outside.parameters(), 0.1)
     theirs = torch.optim.SGD(whole[1].parameters(), 0.1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that ranks have gradients of their own
+        warnings.simplefilter("ignore")  # that ranks have their own gradients
         for seed in range(2):
             optimizer.zero_grad()
             theirs.zero_grad()
@@ -348,7 +348,7 @@ def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: Any, wra
                 break
             pipe.step(outside(x), y)
             for parameters in (outside.parameters(), whole[1].parameters()):
-                nn.utils.clip_grad_norm_(parameters, 0.01)  # gradients are final: each rank clipped its own term
+                nn.utils.clip_grad_norm_(parameters, 0.01)  # gradients are final; once ranks clipped their own
             optimizer.step()
             theirs.step()
     if op == "sum":
@@ -365,7 +365,7 @@ def test_layers_outside_whose_gradients_all_ranks_reduce(comm: Any, op: Any, wra
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved"])
 @pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss(reduction="sum"), lambda out, y: (out - y).square().mean()])
 def test_a_batch_without_rows(comm: Any, schedule: Any, loss: Any) -> None:
-    """Its loss was 0 and it had no gradients. One process has 0/0, but gradients of 0, so that momentum goes on."""
+    """Regression: the loss was 0 without gradients. One process has 0/0, but zero gradients, so that momentum acts."""
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2 * comm.size)]
     whole = copy.deepcopy(nn.Sequential(*layers))
     pipe = pipeline(layers, comm, schedule=schedule, microbatches=2 * comm.size, loss=loss)
@@ -382,8 +382,8 @@ def test_a_batch_without_rows(comm: Any, schedule: Any, loss: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_an_optimizer_of_layers_outside_that_one_rank_has_closed(comm: Any) -> None:
-    """The others would wait for its part until COMMLIB_TIMEOUT."""
+def test_an_optimizer_of_outer_layers_closed_on_one_rank_is_refused(comm: Any) -> None:
+    """Otherwise the others would wait for its part until COMMLIB_TIMEOUT."""
     outside = nn.Linear(WIDTH, WIDTH)
     pipe = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)], comm, microbatches=2, loss=F.mse_loss)
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(outside.parameters(), 0.1), op="sum")
@@ -397,8 +397,8 @@ def test_an_optimizer_of_layers_outside_that_one_rank_has_closed(comm: Any) -> N
 
 
 @pytest.mark.ranks(min=2)
-def test_gradients_of_stages_are_not_those_of_others(comm: Any) -> None:
-    """Those of stages with equal shapes were added up, where parameters were given without names."""
+def test_gradients_of_different_stages_are_not_mixed(comm: Any) -> None:
+    """Regression: those of stages with equal shapes were summed if parameters were given without names."""
     pipe = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)], comm, microbatches=2, loss=F.mse_loss)
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(pipe.parameters(), 0.1), op="sum")
     with pytest.raises((UsageError, PeerError), match="they have different stages"):
@@ -424,8 +424,8 @@ def through(layers: Any, x: Any) -> Any:
 
 
 @pytest.mark.ranks(min=2)
-def test_batches_that_do_not_belong_together(comm: Any) -> None:
-    """Loaders that shuffle by seeds of their own paired x of one rank with y of another, without a word."""
+def test_mismatched_batches_are_refused(comm: Any) -> None:
+    """Regression: loaders with different seeds silently paired x of one rank with y of another."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH).double() for _ in range(comm.size)))
     whole = copy.deepcopy(model)
@@ -436,7 +436,7 @@ def test_batches_that_do_not_belong_together(comm: Any) -> None:
     with pytest.raises(UsageError, match="got different x, so x and y are not of the same rows"):
         pipe.step(x if is_first else x.flip(0), None if is_first else y)
     pipe.zero_grad()
-    # x that is augmented anew on each rank is of the same rows
+    # x that is augmented on each rank has the same rows
     got = pipe.step(x if is_first else x + 1, y)
     expected = F.mse_loss(whole(x), y)
     expected.backward()
@@ -447,7 +447,7 @@ def test_batches_that_do_not_belong_together(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_dicts_are_compared_by_their_keys(comm: Any) -> None:
-    """A rank that filled a dict of targets in another order was told that its batch was another one."""
+    """Regression: a rank that filled a dict of targets in another order had its batch refused."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH).double() for _ in range(comm.size)))
     whole = copy.deepcopy(model)

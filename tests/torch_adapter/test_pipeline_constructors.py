@@ -1,4 +1,4 @@
-"""A list of constructors is a model of which no rank builds more than its stages."""
+"""Constructors as a model: no rank builds layers outside its stages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from commlib_torch import pipeline
 
 WIDTH = 6
 LAYERS = 7  # two stages on each of three ranks, and one of two
-EXACT = 1e-11  # sums of microbatches are added in another order than in one process: some ulps of float64
+EXACT = 1e-11  # microbatches are summed in another order than in one process: some ulps of float64
 
 
 def constructors(count: int = LAYERS) -> tuple[list[Callable[[], nn.Module]], list[int]]:
-    """Return what makes layers, and a list of those that were made with memory."""
+    """Return constructors of layers, and a list of the layers that were built with memory."""
     built: list[int] = []
 
-    def made(place: int) -> nn.Module:
+    def build(place: int) -> nn.Module:
         layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         if not layer.weight.is_meta:
             built.append(place)
         return layer
 
-    return [lambda place=place: made(place) for place in range(count)], built  # type: ignore[misc]
+    return [lambda place=place: build(place) for place in range(count)], built  # type: ignore[misc]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def data() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
 
 
-def test_a_rank_builds_its_own_layers_alone(comm: Any) -> None:
+def test_a_rank_builds_only_its_own_layers(comm: Any) -> None:
     make, built = constructors()
     torch.manual_seed(comm.rank)
     before = torch.get_rng_state()
@@ -63,7 +63,7 @@ def test_a_rank_builds_its_own_layers_alone(comm: Any) -> None:
     other.close()
 
 
-def test_what_makes_no_sense(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     for model, options, text in (
         ([lambda: 3], {}, "constructor 0 returned int"),

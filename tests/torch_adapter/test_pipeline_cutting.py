@@ -1,4 +1,4 @@
-"""A model is what it was before it was cut: what tracing would fix for ever is handled, or refused by name."""
+"""Cuts preserve a model: behaviour that tracing would freeze is handled, or refused by name."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from commlib.errors import PeerError, UsageError
 from commlib_torch import pipeline
 from tests.inputs.torch_pipelines import WIDTH, batch, in_float64
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
-EXACT = 1e-12  # sums of microbatches' gradients are added in another order: some ulps of float64
+EXACT = 1e-12  # gradients of microbatches are summed in another order: some ulps of float64
 
 
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def made(make: Callable[[], nn.Module]) -> nn.Module:
+def build(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
 
@@ -41,8 +41,8 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 def assert_as_one_process(
     comm: Any, make: Callable[[], nn.Module], x: Any = None, *, microbatches: int = 2, **options: Any
 ) -> None:
-    """Train twice, evaluate, predict and train again: losses, gradients, outputs and state are those of one process."""
-    whole, model = made(make), made(make)
+    """Train twice, evaluate, predict and train again; losses, gradients, outputs and state match one process."""
+    whole, model = build(make), build(make)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=microbatches, **options)
     given, y = batch()
     x = given if x is None else x
@@ -68,7 +68,7 @@ def assert_as_one_process(
             torch.testing.assert_close(weight.grad, gradients[name], rtol=EXACT, atol=EXACT, msg=name)
     state = pipe.gather_state_dict()
     assert set(state) == set(whole.state_dict())
-    if microbatches == 1:  # what counts forwards counts microbatches
+    if microbatches == 1:  # a counter of forwards counts microbatches
         for name, value in whole.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=EXACT, atol=EXACT, msg=name)
     pipe.close()
@@ -91,7 +91,7 @@ class Two(nn.Module):
 
 
 class Chain(nn.Module):
-    """Submodules that do what `Two` does: as many as there may be ranks."""
+    """Submodules that behave like `Two`: as many as there may be ranks."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -103,11 +103,11 @@ class Chain(nn.Module):
         return x
 
 
-# What depends on the mode
+# Dependence on the mode
 
 
-def test_what_the_mode_decides_is_decided_when_it_runs(comm: Any) -> None:
-    """`self.training` was a constant of the trace: dropout went on in evaluation."""
+def test_the_mode_is_read_at_run_time(comm: Any) -> None:
+    """Regression: `self.training` was a constant of the trace, so that dropout stayed on in evaluation."""
 
     def between(self: Any, x: Tensor) -> Any:
         x = F.dropout(x, 0.0 if self.training else 0.5, training=not self.training and x is None)
@@ -115,7 +115,7 @@ def test_what_the_mode_decides_is_decided_when_it_runs(comm: Any) -> None:
 
     assert_as_one_process(comm, lambda: Two(between))
     x, y = batch()
-    model = made(lambda: Two(lambda self, x: F.dropout(x, 0.5, training=self.training)))
+    model = build(lambda: Two(lambda self, x: F.dropout(x, 0.5, training=self.training)))
     whole = copy.deepcopy(model).eval()
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     torch.testing.assert_close(pipe.evaluate(x, y), F.mse_loss(whole(x), y).detach(), rtol=EXACT, atol=0)
@@ -124,7 +124,7 @@ def test_what_the_mode_decides_is_decided_when_it_runs(comm: Any) -> None:
     pipe.close()
 
 
-def test_a_submodule_that_does_other_things_in_training_is_left_whole(comm: Any) -> None:
+def test_a_submodule_that_depends_on_training_is_not_traced(comm: Any) -> None:
     def between(self: Any, x: Tensor) -> Any:
         if self.training:
             x = torch.tanh(x)
@@ -135,12 +135,12 @@ def test_a_submodule_that_does_other_things_in_training_is_left_whole(comm: Any)
         pipeline(Two(between), comm, microbatches=2)
 
 
-def test_a_model_that_is_traced_in_evaluation_mode_trains(comm: Any) -> None:
+def test_a_model_traced_in_evaluation_mode_trains(comm: Any) -> None:
     def make() -> nn.Module:
         return Two(lambda self, x: x * (2.0 if self.training else 3.0)).eval()
 
     x, y = batch()
-    whole, pipe = made(make), pipeline(made(make), comm, loss=F.mse_loss, microbatches=2)
+    whole, pipe = build(make), pipeline(build(make), comm, loss=F.mse_loss, microbatches=2)
     torch.testing.assert_close(pipe.step(x, y), F.mse_loss(whole(x), y).detach(), rtol=EXACT, atol=0)
     pipe.train()
     torch.testing.assert_close(pipe.step(x, y), F.mse_loss(whole.train()(x), y).detach(), rtol=EXACT, atol=0)
@@ -150,8 +150,8 @@ def test_a_model_that_is_traced_in_evaluation_mode_trains(comm: Any) -> None:
 # State
 
 
-def test_state_is_the_model_s(comm: Any) -> None:
-    """Constants and buffers that are no state were saved, unused weights were not; new buffers were not used."""
+def test_state_matches_the_model(comm: Any) -> None:
+    """Regression: constants and non-persistent buffers were saved, unused weights not; new buffers were ignored."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -168,7 +168,7 @@ def test_state_is_the_model_s(comm: Any) -> None:
             return self.b(x) * (self.scale / 2)
 
     assert_as_one_process(comm, Model, microbatches=1)
-    model = made(Model)
+    model = build(Model)
     names = set(vars(model))
     whole = copy.deepcopy(model)
     pipe = pipeline(model.float(), comm, loss=F.mse_loss, microbatches=2).double()
@@ -181,8 +181,8 @@ def test_state_is_the_model_s(comm: Any) -> None:
     pipe.close()
 
 
-def test_buffers_that_forward_changes(comm: Any) -> None:
-    """What a forward added to a buffer was added once, by the trace."""
+def test_forward_may_change_buffers(comm: Any) -> None:
+    """Regression: a forward's update of a buffer was applied once, by the trace."""
 
     def between(self: Any, x: Tensor) -> Any:
         self.count += 1
@@ -204,8 +204,8 @@ def test_buffers_that_forward_changes(comm: Any) -> None:
         pipeline(Two(assigned, mean=torch.zeros(WIDTH)), comm, microbatches=1)
 
 
-def test_tensors_are_made_of_the_shape_that_is_given(comm: Any) -> None:
-    """torch.fx could not trace `torch.arange(x.shape[0])`."""
+def test_tensors_may_be_created_from_input_shapes(comm: Any) -> None:
+    """Regression: torch.fx could not trace `torch.arange(x.shape[0])`."""
 
     def between(self: Any, x: Tensor) -> Any:
         rows, width = x.shape
@@ -215,7 +215,7 @@ def test_tensors_are_made_of_the_shape_that_is_given(comm: Any) -> None:
     assert_as_one_process(comm, lambda: Two(between), microbatches=3)
 
 
-def test_a_constant_that_forward_changes_is_made_anew(comm: Any) -> None:
+def test_a_constant_changed_by_forward_is_recreated(comm: Any) -> None:
     def between(self: Any, x: Tensor) -> Any:
         total = torch.zeros(WIDTH)
         total += x.sum(0)
@@ -260,15 +260,15 @@ def remembering(self: Any, x: Tensor) -> Any:
         (lambda self, x: x * 2 if torch.is_tensor(x) else x, "tests the type of a value"),
     ],
 )
-def test_what_a_trace_would_do_once_is_done_by_a_submodule_or_refused(comm: Any, between: Any, message: str) -> None:
-    """Counters counted the trace alone, random numbers were the same for ever, lists had proxies in them."""
+def test_side_effects_are_left_to_a_submodule_or_refused(comm: Any, between: Any, message: str) -> None:
+    """Regression: counters counted only the trace, random numbers never changed, and lists contained proxies."""
 
     def make() -> nn.Module:
         return Two(between, calls=0, cache=[])
 
     kept: list[Any] = []
     LISTS.append(kept)
-    model: Any = made(lambda: Chain(make))
+    model: Any = build(lambda: Chain(make))
     whole = copy.deepcopy(model)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     assert not kept and all(part.calls == 0 and not part.cache for part in model.layers)
@@ -291,7 +291,7 @@ def test_what_a_trace_would_do_once_is_done_by_a_submodule_or_refused(comm: Any,
     assert alone.calls == 0 and not alone.cache
 
 
-def test_gradients_that_are_off_stay_off(comm: Any) -> None:
+def test_disabled_gradients_stay_disabled(comm: Any) -> None:
     def between(self: Any, x: Tensor) -> Any:
         with torch.no_grad():
             y = torch.tanh(x)
@@ -301,7 +301,7 @@ def test_gradients_that_are_off_stay_off(comm: Any) -> None:
     assert_as_one_process(comm, lambda: Two(torch.no_grad()(lambda self, x: x * 2)))
 
 
-# What a call gives
+# Arguments of a call
 
 
 class Masked(nn.Module):
@@ -325,14 +325,14 @@ class WithMask(nn.Module):
         return x * scale
 
 
-def test_a_submodule_that_asks_for_none_is_left_whole(comm: Any) -> None:
-    """`mask is None` is never true of what torch.fx puts there."""
+def test_a_submodule_that_tests_for_none_is_not_traced(comm: Any) -> None:
+    """torch.fx passes a proxy, for which `mask is None` is never true."""
     x, mask = batch(seed=5)
     for given in ((x,), (x, mask), (x, mask, 3.0), (x, None, 2.0)):
         assert_as_one_process(comm, WithMask, given)
 
 
-def test_a_model_that_asks_for_none_is_cut_for_one_answer(comm: Any) -> None:
+def test_a_model_that_tests_for_none_is_cut_for_one_case(comm: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -349,7 +349,7 @@ def test_a_model_that_asks_for_none_is_cut_for_one_answer(comm: Any) -> None:
     x, mask = batch(seed=5)
     assert_as_one_process(comm, Model, (x,))
     assert_as_one_process(comm, Model, (x, mask, 2), example=(x[:2], mask[:2], 2) if comm.rank == 0 else None)
-    pipe = pipeline(made(Model), comm, loss=F.mse_loss, microbatches=2)
+    pipe = pipeline(build(Model), comm, loss=F.mse_loss, microbatches=2)
     if comm.rank == 0 and comm.size == 1:
         with pytest.raises(UsageError, match="forward's mask is a tensor; the model was split for mask = None"):
             pipe.step((x, mask), x)
@@ -376,7 +376,7 @@ def test_arguments_in_containers(comm: Any) -> None:
 # In place
 
 
-def test_what_an_operation_changes_in_place_is_changed_for_all(comm: Any) -> None:
+def test_an_in_place_operation_affects_all_users(comm: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -397,7 +397,7 @@ def test_what_an_operation_changes_in_place_is_changed_for_all(comm: Any) -> Non
     assert_as_one_process(comm, Model, schedule=schedule, split=split, stages=stages)
 
 
-def test_a_view_that_is_changed_in_place_stays_with_what_it_shows(comm: Any) -> None:
+def test_a_view_changed_in_place_changes_its_base(comm: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -417,7 +417,7 @@ def test_a_view_that_is_changed_in_place_stays_with_what_it_shows(comm: Any) -> 
 
 
 class Doubled(nn.Module):
-    """Begins with an operation in place."""
+    """A module that begins with an operation in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
 def test_a_stage_that_begins_in_place(comm: Any, name: str, checkpoint: str) -> None:
-    """It failed at a leaf of autograd; computed again, it changed its inputs twice."""
+    """Regression: it failed at a leaf of autograd; when recomputed, it changed its inputs twice."""
     count = 2 * comm.size
 
     def make() -> nn.Module:
@@ -439,7 +439,7 @@ def test_a_stage_that_begins_in_place(comm: Any, name: str, checkpoint: str) -> 
     assert_as_one_process(comm, make, schedule=name, checkpoint=checkpoint)
 
 
-# What goes from stage to stage
+# Values between stages
 
 
 @dataclasses.dataclass
@@ -467,13 +467,13 @@ class Output(nn.Module):
 
 
 def test_tensors_in_objects_have_gradients(comm: Any) -> None:
-    """A dataclass that torch does not know went as a whole: its gradient ended there."""
+    """Regression: a dataclass unknown to torch was sent whole, which ended its gradient."""
     assert_as_one_process(comm, lambda: nn.Sequential(*(Steps() for _ in range(2 * comm.size)), Output()))
 
 
 @dataclasses.dataclass
 class Outputs(OrderedDict[str, Any]):
-    """As the outputs of Hugging Face's models are."""
+    """An output class like those of Hugging Face's models."""
 
     logits: Any = None
     hidden: Any = None
@@ -487,9 +487,9 @@ class Pairs(dict[str, Any]):
 
 
 @pytest.mark.parametrize("kind", [Outputs, OrderedDict, Pairs])
-def test_a_model_s_output_is_of_its_class(comm: Any, kind: Any) -> None:
-    """A class of dictionaries became a dictionary."""
-    model = made(lambda: Two(lambda self, x: x))
+def test_a_model_s_output_keeps_its_class(comm: Any, kind: Any) -> None:
+    """Regression: a subclass of dict became a dict."""
+    model = build(lambda: Two(lambda self, x: x))
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -515,7 +515,7 @@ def test_a_model_s_output_is_of_its_class(comm: Any, kind: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_what_cannot_be_sent_is_named(comm: Any) -> None:
+def test_an_unsendable_value_is_named(comm: Any) -> None:
     class Local(nn.Module):
         def forward(self, x: Any) -> Any:
             return lambda: x
@@ -549,7 +549,7 @@ class Looped(nn.ModuleList):
 
 
 class Scaled(nn.Sequential):
-    """A sequence with state of its own, which nothing uses."""
+    """A sequence with unused state of its own."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -584,13 +584,13 @@ class OfPair(nn.Module):
     ids=["forward", "list", "state", "tuple", "nested", "call", "call_within", "twice", "names", "parametrized"],
 )
 def test_containers(comm: Any, make: Any) -> None:
-    """A sequence with a forward of its own was cut between its layers; a tuple within one became several arguments."""
+    """Regression: a sequence with its own forward was cut between layers; a nested tuple became several arguments."""
     if comm.size > 2:
         pytest.skip("two layers")
     assert_as_one_process(comm, make)
 
 
-def test_a_forward_that_one_module_has_for_itself(comm: Any) -> None:
+def test_a_forward_patched_on_one_module_is_used(comm: Any) -> None:
     def make() -> nn.Module:
         model = nn.Sequential(linear(), linear(), linear(), linear())
         forward = model.forward
@@ -600,7 +600,7 @@ def test_a_forward_that_one_module_has_for_itself(comm: Any) -> None:
     assert_as_one_process(comm, make)
 
 
-def test_hooks_of_layers_are_called_and_those_of_what_is_dissolved_refused(comm: Any) -> None:
+def test_hooks_of_layers_run_and_those_of_dissolved_containers_are_refused(comm: Any) -> None:
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output * 2
 
@@ -625,12 +625,12 @@ class Reversed(nn.Sequential):
         return reversed(list(super().__iter__()))
 
 
-def test_a_sequence_that_goes_through_its_layers_in_another_order(comm: Any) -> None:
-    """It was cut in the order of their names."""
+def test_a_sequence_that_iterates_in_another_order(comm: Any) -> None:
+    """Regression: it was cut in the order of the names."""
     assert_as_one_process(comm, lambda: Reversed(*(layer for _ in range(comm.size) for layer in (linear(), nn.Tanh()))))
 
 
-# What a model has beside weights and buffers
+# State of a model besides weights and buffers
 
 
 @dataclasses.dataclass
@@ -644,7 +644,7 @@ class Configuration:
 
 
 class Kept(nn.Module):
-    """Has state of all kinds."""
+    """A module with all kinds of state."""
 
     calls = 0
 
@@ -732,8 +732,8 @@ def trying(self: Any, x: Tensor) -> Any:
         (trying, "catches the error of a trace"),
     ],
 )
-def test_state_that_only_python_has_is_that_of_one_process(comm: Any, use: Any, message: str) -> None:
-    """A trace advanced it once, and then it stayed as it was; an error that forward caught sent it the wrong way."""
+def test_python_state_matches_one_process(comm: Any, use: Any, message: str) -> None:
+    """Regression: only the trace advanced it, and an error caught in forward led the trace into the wrong branch."""
     assert_as_one_process(comm, lambda: Chain(lambda: Kept(use)), microbatches=1)
     model = Kept(use)
     with pytest.raises(UsageError, match=f"Kept {message}"):
@@ -786,11 +786,11 @@ def set_scale(model: Any) -> None:
         (lambda self, x: TEMPERATURE, set_global, "the global TEMPERATURE was 1.0"),
     ],
 )  # fmt: skip
-def test_what_forward_has_read_must_not_change(
+def test_values_read_by_forward_must_not_change(
     comm: Any, use: Any, change: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A temperature, a rate or a flag that was set after `pipeline()` was of no effect, without a word."""
-    model: Any = made(lambda: Kept(use))
+    """Regression: a temperature, rate or flag set after `pipeline()` silently had no effect."""
+    model: Any = build(lambda: Kept(use))
     monkeypatch.setitem(globals(), "TEMPERATURE", 1.0)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     x, y = batch()
@@ -807,8 +807,8 @@ class Elsewhere:
     calls = 0
 
 
-def test_what_is_different_each_time_is_refused(comm: Any) -> None:
-    """Nobody can put back what is none of the model's: it was what it had been when the model was traced, for ever."""
+def test_state_outside_the_model_that_changes_is_refused(comm: Any) -> None:
+    """Regression: it cannot be restored, and kept the value of the trace for ever."""
 
     def use(self: Any, x: Tensor) -> Any:
         Elsewhere.calls += 1
@@ -819,14 +819,14 @@ def test_what_is_different_each_time_is_refused(comm: Any) -> None:
             pipeline(make(), comm, microbatches=2)
 
 
-def test_what_forward_has_not_read_may_change(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A global value called as an attribute is, is none that forward reads; a property may keep what it computes."""
+def test_values_not_read_by_forward_may_change(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A global with the name of an attribute is not read by forward; a property may cache its result."""
     monkeypatch.setitem(globals(), "calls", 1)
 
     def use(self: Any, x: Tensor) -> Any:
         return self.calls + self.configuration.half
 
-    model: Any = made(lambda: Kept(use))
+    model: Any = build(lambda: Kept(use))
     whole = copy.deepcopy(model)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     monkeypatch.setitem(globals(), "calls", 2)
@@ -841,8 +841,8 @@ def test_what_forward_has_not_read_may_change(comm: Any, monkeypatch: pytest.Mon
     pipe.close()
 
 
-def test_a_change_on_one_rank_is_told_to_all(comm: Any) -> None:
-    model: Any = made(lambda: Kept(lambda self, x: self.configuration.scale))
+def test_a_change_on_one_rank_is_reported_on_all(comm: Any) -> None:
+    model: Any = build(lambda: Kept(lambda self, x: self.configuration.scale))
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     x, y = batch()
     loss = pipe.step(x, y)
@@ -856,9 +856,9 @@ def test_a_change_on_one_rank_is_told_to_all(comm: Any) -> None:
     pipe.close()
 
 
-def test_a_tensor_that_is_no_buffer_is_read_when_it_is_used(comm: Any) -> None:
-    """What forward computed of it was a constant."""
-    model: Any = made(lambda: Kept(lambda self, x: self.table * 2.0))
+def test_a_plain_tensor_is_read_when_used(comm: Any) -> None:
+    """Regression: values computed from it in forward were constants."""
+    model: Any = build(lambda: Kept(lambda self, x: self.table * 2.0))
     whole = copy.deepcopy(model)
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
     x, y = batch()
@@ -868,13 +868,13 @@ def test_a_tensor_that_is_no_buffer_is_read_when_it_is_used(comm: Any) -> None:
     pipe.close()
 
 
-def test_numbers_and_asserts_of_shapes_and_dtypes(comm: Any) -> None:
-    """torch.fx could not trace them."""
+def test_shapes_and_dtypes_may_be_computed_with_and_asserted(comm: Any) -> None:
+    """Regression: torch.fx could not trace them."""
 
     names: dict[str, Any] = {}
     exec(
         "def check(x):\n    assert x.dim() == 2 and x.shape[-1] == 6, 'other'", names
-    )  # pytest makes its own of others
+    )  # pytest rewrites other assertions
 
     def between(self: Any, x: Tensor) -> Any:
         names["check"](x)
@@ -889,7 +889,7 @@ def test_numbers_and_asserts_of_shapes_and_dtypes(comm: Any) -> None:
     pipe.close()
 
 
-def test_going_through_an_argument_needs_an_example(comm: Any) -> None:
+def test_iterating_over_an_argument_needs_an_example(comm: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -905,7 +905,7 @@ def test_going_through_an_argument_needs_an_example(comm: Any) -> None:
 
 
 class Skipping(nn.Module):
-    """Compares shapes in its forward."""
+    """A module that compares shapes in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -919,8 +919,8 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.ranks(min=2)
-def test_what_cannot_be_traced_is_refused_with_its_line(comm: Any) -> None:
-    """Torch's words of control flow said nothing of where it is."""
+def test_untraceable_code_is_refused_with_its_line(comm: Any) -> None:
+    """Regression: torch's message about control flow did not give its place."""
     text = (
         r"Skipping cannot be traced \(.*, in test_pipeline_cutting\.py, line \d+: if h\.shape != x\.shape:\): do that"
     )

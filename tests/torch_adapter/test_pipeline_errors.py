@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a pipeline is told to all, wherever it was; those that catch it go on."""
+"""Errors on one rank of a pipeline reach all ranks; ranks that catch them can continue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 class Broken:
-    """Raises at the call of that number from now on: in a hook of a gradient, in the loss, or in a layer."""
+    """Raises from the given call on: in a gradient's hook, in the loss, or in a layer."""
 
     def __init__(self) -> None:
         self.left = -1
@@ -58,10 +58,10 @@ PLACES = [
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(("schedule", "place", "call"), PLACES)
 @pytest.mark.parametrize("culprit", [0, -1], ids=["first", "last"])
-def test_an_error_that_is_caught_everywhere(
+def test_an_error_caught_on_all_ranks(
     comm: Any, schedule: Any, place: Callable[[Any, Broken], None], call: int, culprit: int
 ) -> None:
-    """After an error with the last gradients the others waited for ever; nobody could go on."""
+    """Regression: after an error in the last gradients the others waited for ever, and no rank could continue."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2 * comm.size)))
     whole = copy.deepcopy(model)
@@ -97,7 +97,7 @@ def test_an_error_that_is_caught_everywhere(
 
 @pytest.mark.ranks(min=2)
 def test_an_error_before_and_after_the_schedule(comm: Any) -> None:
-    """A rank that was given a batch that is wrong left the others waiting in the middle of the schedule."""
+    """Regression: an invalid batch on one rank made the others wait in the middle of the schedule."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)))
     whole = copy.deepcopy(model)
@@ -112,7 +112,7 @@ def test_an_error_before_and_after_the_schedule(comm: Any) -> None:
 
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss, weigh=weigh)
     last = comm.rank == comm.size - 1
-    # Of a rank further away the message ends before its cause.
+    # On a distant rank the message ends before its cause.
     with pytest.raises(ZeroDivisionError if last else PeerError, match="on purpose" if comm.size == 2 else None):
         pipe.step(x, y)
     pipe.zero_grad()
@@ -132,7 +132,7 @@ def test_an_error_before_and_after_the_schedule(comm: Any) -> None:
 
 
 class Several(nn.Module):
-    """Gives what is no tensor, too."""
+    """A layer that also returns values that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,8 +143,8 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [8, 1, 0])
-def test_predictions_of_no_rows_and_of_what_is_no_tensor(comm: Any, rows: int) -> None:
-    """None among the outputs ended in an AttributeError, a batch without rows in a TypeError."""
+def test_predictions_without_rows_and_with_other_values(comm: Any, rows: int) -> None:
+    """Regression: None among the outputs raised AttributeError, and a batch without rows TypeError."""
     layers = [*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)), Several()]
     pipe = pipeline(layers, comm, microbatches=3)
     x = batch()[0][:rows]
@@ -181,8 +181,8 @@ OTHERS: dict[str, tuple[nn.Module, nn.Module, str]] = {
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", OTHERS)
-def test_layers_with_other_options(comm: Any, name: str) -> None:
-    """Each rank ran the stage of its own model, in silence."""
+def test_layers_with_different_options_are_refused(comm: Any, name: str) -> None:
+    """Regression: each rank silently ran the stage of its own model."""
     one, other, text = OTHERS[name]
     with pytest.raises(MismatchError, match=text):
         pipeline(copy.deepcopy(other if comm.rank else one), comm, microbatches=2, loss=F.mse_loss)
@@ -197,8 +197,8 @@ LOSSES: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", LOSSES)
-def test_other_losses(comm: Any, name: str) -> None:
-    """That of the last stage's rank was taken, in silence."""
+def test_different_losses_are_refused(comm: Any, name: str) -> None:
+    """Regression: the loss of the last stage's rank was silently used."""
     one, other, text = LOSSES[name]
     with pytest.raises(MismatchError, match=text):
         pipeline(layers_with(nn.ReLU()), comm, microbatches=2, loss=other if comm.rank else one)
@@ -206,8 +206,8 @@ def test_other_losses(comm: Any, name: str) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_an_optimizer_that_searches_is_refused(comm: Any, is_wrapped: bool) -> None:
-    """Each rank searched by the gradients of its own stages, and none said a word."""
+def test_a_line_search_optimizer_is_refused(comm: Any, is_wrapped: bool) -> None:
+    """Regression: each rank silently searched by the gradients of its own stages."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)))
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
     optimizer: Any = torch.optim.LBFGS(pipe.parameters(), line_search_fn="strong_wolfe")
@@ -227,7 +227,7 @@ def test_an_optimizer_that_searches_is_refused(comm: Any, is_wrapped: bool) -> N
 
 @pytest.mark.ranks(min=2)
 def test_a_loss_scale_of_one_rank_is_refused(comm: Any) -> None:
-    """An infinity in one stage's gradients let that rank skip the step, and the others take it, in silence."""
+    """Regression: with an infinity in one stage's gradients that rank silently skipped the step alone."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)))
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
@@ -260,7 +260,7 @@ def test_a_loss_scale_of_one_rank_is_refused(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_loss_scale_of_all_stages_is_that_of_one_process(comm: Any) -> None:
+def test_a_common_loss_scale_matches_one_process(comm: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)))
     whole = copy.deepcopy(model)
@@ -293,8 +293,8 @@ def normed(comm: Any, norm: Callable[..., nn.Module]) -> nn.Sequential:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("kind", ["commlib", "torch"])
-def test_batch_norm_that_waits_for_other_stages_is_refused(comm: Any, kind: str, tmp_path: Path) -> None:
-    """With its default group, all ranks, the first step was waited in for ever."""
+def test_batch_norm_across_stages_is_refused(comm: Any, kind: str, tmp_path: Path) -> None:
+    """Regression: with its default group of all ranks, the first step never ended."""
     path = comm.broadcast_object(str(tmp_path / "store"))
     if kind == "torch":
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size)
@@ -310,12 +310,12 @@ def test_batch_norm_that_waits_for_other_stages_is_refused(comm: Any, kind: str,
 
 
 @pytest.mark.ranks(min=2)
-def test_batch_norm_among_the_ranks_of_a_stage_is_not_refused(comm: Any) -> None:
+def test_batch_norm_within_a_stage_is_accepted(comm: Any) -> None:
     sets = [commlib_torch.add_process_set([rank]) for rank in range(comm.size)]
     losses = []
     for norm in (lambda width: SyncBatchNorm(width, process_set=sets[comm.rank]), nn.BatchNorm1d, nn.SyncBatchNorm):
         pipe = pipeline(normed(comm, norm), comm, microbatches=2, loss=F.mse_loss)
-        if norm is not nn.SyncBatchNorm:  # which has no kernel for the host
+        if norm is not nn.SyncBatchNorm:  # which has no CPU kernel
             losses.append(pipe.step(*batch()))
         pipe.close()
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=0)
@@ -324,8 +324,8 @@ def test_batch_norm_among_the_ranks_of_a_stage_is_not_refused(comm: Any) -> None
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel])
-def test_copies_are_refused_with_what_to_do(comm: Any, copied: Callable[[Any], Any]) -> None:
-    """The error was mpi4py's, of a communicator that cannot be serialized."""
+def test_copies_are_refused_with_advice(comm: Any, copied: Callable[[Any], Any]) -> None:
+    """Regression: mpi4py raised an error about a communicator that cannot be serialised."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)))
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
     with pytest.raises(UsageError, match=r"cannot be copied or pickled.*gather_state_dict\(\)"):
@@ -334,7 +334,7 @@ def test_copies_are_refused_with_what_to_do(comm: Any, copied: Callable[[Any], A
 
 
 def refused(comm: Any, model: Any, text: str, *, loss: Any = F.mse_loss) -> None:
-    """See that all ranks raise the same, in pipeline() or at the first batch."""
+    """Check that all ranks raise the same error, in pipeline() or at the first batch."""
     with pytest.raises(UsageError, match=text):
         pipe = pipeline(model, comm, microbatches=2, loss=loss)
         try:
@@ -344,7 +344,7 @@ def refused(comm: Any, model: Any, text: str, *, loss: Any = F.mse_loss) -> None
 
 
 class Twice(nn.Module):
-    """Uses the weight of an embedding with sparse gradients on the first and the last rank."""
+    """A model that uses the weight of an embedding with sparse gradients on the first and the last rank."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ class Twice(nn.Module):
 
 @pytest.mark.ranks(min=2)
 def test_models_that_are_not_ready_are_refused_with_what_to_do(comm: Any) -> None:
-    """Torch's words of uninitialised parameters named no layer, those of a compiled model a `__call__` of its own."""
+    """Regression: torch's error on uninitialised parameters named no layer, that on compiled models its `__call__`."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)]
     text = r"layer 1\.lazy \(LazyLinear\) is lazy: its weight and bias .*run the model once"
     refused(comm, [nn.Identity(), nn.Sequential(OrderedDict(lazy=nn.LazyLinear(WIDTH))), *layers], text)
@@ -401,27 +401,27 @@ UNREADY: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", UNREADY)
 def test_losses_that_are_not_ready_are_refused_with_what_to_do(comm: Any, name: str) -> None:
-    """A step failed within torch, on the last rank, where other ranks heard only that it had left."""
+    """Regression: a step failed within torch on the last rank, and others only reported that it had left."""
     loss, text = UNREADY[name]
     with pytest.raises(UsageError, match=text):
         pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(comm.size)], comm, microbatches=2, loss=loss)
 
 
 class Wrapper(nn.Module):
-    """Calls what it has by the name that torch.compile uses."""
+    """Calls its module by the attribute that torch.compile uses."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self._orig_mod = inner
 
     def forward(self, x: Tensor, *target: Tensor) -> Tensor:
-        found: Tensor = self._orig_mod(x, *target) * 2
-        return found
+        result: Tensor = self._orig_mod(x, *target) * 2
+        return result
 
 
 @pytest.mark.ranks(min=2)
-def test_a_wrapper_is_not_compiled_for_the_name_of_what_it_has(comm: Any) -> None:
-    """It was refused as a compiled model, and of a loss what it has was called beside it."""
+def test_a_wrapper_with_the_attribute_of_compiled_modules_is_accepted(comm: Any) -> None:
+    """Regression: it was refused as a compiled model, and as a loss its inner module was called instead."""
     torch.manual_seed(0)
     model = Wrapper(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size))))
     whole = copy.deepcopy(model)
@@ -433,7 +433,7 @@ def test_a_wrapper_is_not_compiled_for_the_name_of_what_it_has(comm: Any) -> Non
 
 @pytest.mark.ranks(min=2)
 def test_a_step_without_a_loss_is_refused_on_all_ranks(comm: Any) -> None:
-    """All ranks but the last one heard of a channel, and that another rank had left."""
+    """Regression: all ranks but the last one only reported a channel and a rank that had left."""
     layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)]
     pipe = pipeline(nn.Sequential(*layers), comm, microbatches=2)
     for call in (pipe.step, pipe.evaluate):
@@ -468,8 +468,8 @@ UNSENT = [
 @pytest.mark.ranks(min=2)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("kind", "text"), UNSENT)
-def test_tensors_that_stages_cannot_send_are_refused_by_the_layer(comm: Any, kind: Any, text: str) -> None:
-    """The error was one of an array over a tensor, and named no layer."""
+def test_unsendable_tensors_are_refused_with_the_layer(comm: Any, kind: Any, text: str) -> None:
+    """Regression: the error was about an array over a tensor, and named no layer."""
     layers = [kind(), *(nn.Identity() for _ in range(comm.size - 1))]
     pipe = pipeline(layers, comm, microbatches=2, loss=F.mse_loss, split=[1] * comm.size)
     is_first = comm.rank == 0

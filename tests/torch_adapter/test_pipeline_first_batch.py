@@ -1,4 +1,4 @@
-"""A traced model that was given no example is compared with the whole one on its first batch."""
+"""First batch: a model traced without an example is compared on it with the whole model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from commlib.errors import UsageError
 from commlib_torch import pipeline
 from tests.inputs.torch_pipelines import WIDTH, batch, in_float64
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 
 class Chain(nn.Module):
-    """Traced: two layers or more, and something between them."""
+    """A traced model of at least two layers, with something between them."""
 
     def __init__(self, between: nn.Module, more: int = 0) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Chain(nn.Module):
 
 
 class Exact(nn.Module):
-    """Doubles what is a tensor and nothing else: no trace notices."""
+    """A layer that doubles only values of exact type Tensor, which no trace notices."""
 
     def __init__(self, *, in_training: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Exact(nn.Module):
 
 
 class Noted(nn.Module):
-    """Counts, draws and normalises."""
+    """A layer that counts, draws random numbers and normalises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,11 +68,11 @@ class Noted(nn.Module):
 
 @pytest.mark.parametrize("verb", ["step", "evaluate", "predict"])
 def test_a_difference_is_refused_on_all_ranks(comm: Any, verb: str) -> None:
-    """Without example= a forward that no trace can follow trained another model, in silence."""
+    """Regression: without example= a forward that cannot be traced silently trained a different model."""
     x, y = batch()
     pipe = pipeline(Chain(Exact(in_training=True), more=comm.size - 2), comm, microbatches=2, loss=F.mse_loss)
     before = copy.deepcopy(pipe.state_dict())
-    for _ in range(2):  # it stays refused
+    for _ in range(2):  # the refusal is permanent
         with pytest.raises(
             UsageError, match=r"the cut model differs from the original, in training: the output of last"
         ):
@@ -87,8 +87,8 @@ class OnlyInEvaluation(nn.Module):
         return x if torch.is_grad_enabled() or hasattr(x, "node") else x * 2
 
 
-def test_the_other_mode_is_compared_too(comm: Any) -> None:
-    """A difference in evaluation would have come after hours of training."""
+def test_the_other_mode_is_compared(comm: Any) -> None:
+    """Regression: a difference in evaluation mode appeared only after hours of training."""
     x, y = batch()
     pipe = pipeline(Chain(OnlyInEvaluation(), more=comm.size - 2), comm, microbatches=2, loss=F.mse_loss)
     with pytest.raises(UsageError, match="the cut model differs from the original, in evaluation"):
@@ -96,8 +96,8 @@ def test_the_other_mode_is_compared_too(comm: Any) -> None:
     pipe.close()
 
 
-def test_nothing_changes(comm: Any) -> None:
-    """Buffers, counters, lists, random numbers and the mode are as in one process that trains the same microbatches."""
+def test_the_comparison_changes_nothing(comm: Any) -> None:
+    """Buffers, counters, lists, random numbers and the mode match one process that trains on the same microbatches."""
     x, y = batch()
     model = Chain(Noted())
     alone: Any = Chain(Noted())
@@ -125,8 +125,8 @@ def test_nothing_changes(comm: Any) -> None:
     pipe.close()
 
 
-def test_weights_that_came_later_are_those_that_are_compared(comm: Any) -> None:
-    """The stage's own weights are replaced, or of another dtype, when the first batch comes: that is no difference."""
+def test_the_comparison_uses_current_weights(comm: Any) -> None:
+    """The stage's weights may be replaced or cast before the first batch, which is not a difference."""
 
     class Rooted(Chain):
         def __init__(self) -> None:
@@ -151,8 +151,8 @@ def test_weights_that_came_later_are_those_that_are_compared(comm: Any) -> None:
     pipe.close()
 
 
-def test_the_whole_model_is_forgotten(comm: Any) -> None:
-    """The first stage's rank keeps it no longer than until the first batch has come."""
+def test_the_whole_model_is_freed(comm: Any) -> None:
+    """The first stage's rank keeps it only until the first batch."""
     x, y = batch()
     model = Chain(nn.Tanh())
     kept = weakref.ref(model)
@@ -166,8 +166,8 @@ def test_the_whole_model_is_forgotten(comm: Any) -> None:
     pipe.close()
 
 
-def test_a_first_batch_that_fails_is_not_the_first(comm: Any) -> None:
-    """Ranks that raise before they meet must not be out of step afterwards."""
+def test_a_failed_first_batch_is_not_the_first(comm: Any) -> None:
+    """Ranks that raise before communication must stay in step afterwards."""
     x, y = batch()
     pipe = pipeline(Chain(nn.Tanh()), comm, microbatches=2, loss=F.mse_loss)
     with pytest.raises(Exception):  # noqa: B017  UsageError there, PeerError elsewhere
@@ -177,17 +177,17 @@ def test_a_first_batch_that_fails_is_not_the_first(comm: Any) -> None:
     pipe.close()
 
 
-def test_what_cannot_be_compared_is_told(comm: Any) -> None:
-    """A copy of a model with a forward of its own may call what is no copy."""
+def test_a_model_that_cannot_be_compared_is_reported(comm: Any) -> None:
+    """In a copy of a model with a patched forward, that may call the original."""
     x, y = batch()
     model = Chain(nn.Tanh())
     forward = model.first.forward
     setattr(model.first, "forward", lambda x: forward(x))  # noqa: B010
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as result:
         warnings.simplefilter("always")
         pipe.step(x, y)
         pipe.step(x, y)
-    said = [str(one.message) for one in found if "is not compared" in str(one.message)]
-    assert len(said) == (comm.rank == 0)
+    messages = [str(one.message) for one in result if "is not compared" in str(one.message)]
+    assert len(messages) == (comm.rank == 0)
     pipe.close()

@@ -1,4 +1,4 @@
-"""Hooks of every kind are called as often as in one process for each microbatch, by split backwards, too."""
+"""Hooks of every kind run as often as in one process for each microbatch, also with split backwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def linear() -> nn.Linear:
 
 
 class Layer(nn.Module):
-    """Two linear layers; `between` is given what is between them."""
+    """Two linear layers; `between` receives the value between them."""
 
     def __init__(self, between: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ WAYS: list[tuple[Any, Any]] = [
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize(("schedule", "ways"), [("1f1b", WAYS[-2:]), ("zb_h1", WAYS), ("zb_v", WAYS[:1])])
 def test_hooks_are_called_once(comm: Any, schedule: Any, ways: Any) -> None:
-    """Schedules that split backwards ran them in both parts: `register_hook(lambda g: g / 2)` gave a quarter."""
+    """Regression: split backwards ran them in both parts, so that `register_hook(lambda g: g / 2)` gave a quarter."""
     x, y = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for between, register in ways:
         torch.manual_seed(0)
@@ -152,20 +152,20 @@ def test_hooks_are_called_once(comm: Any, schedule: Any, ways: Any) -> None:
         kept.clear()
         pipe = pipeline(model, comm, schedule=schedule, microbatches=MICROBATCHES, loss=F.mse_loss)
         pipe.step(x, y)
-        said = f"{between.__name__}, {register.__name__}"
-        assert sum(comm.all_gather_object(calls["hook"])) == expected, said
+        text = f"{between.__name__}, {register.__name__}"
+        assert sum(comm.all_gather_object(calls["hook"])) == expected, text
         norms = [h.grad.norm().item() for h in kept if h.grad is not None]
         norms = sorted(norm for own in comm.all_gather_object(norms) for norm in own)
-        assert norms == pytest.approx(retained_norms, rel=1e-10), said
+        assert norms == pytest.approx(retained_norms, rel=1e-10), text
         theirs = dict(whole.named_parameters())
         for name, parameter in pipe.named_parameters():
-            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12, msg=f"{said}: {name}")
+            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-10, atol=1e-12, msg=f"{text}: {name}")
         pipe.close()
     assert "retain_grad" not in vars(Tensor)
 
 
 class AddsItsWeight(nn.Module):
-    """The gradient of its weight is the one that came: autograd copies none."""
+    """The incoming gradient itself becomes its weight's gradient: autograd does not copy it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,8 +178,8 @@ class AddsItsWeight(nn.Module):
         return out
 
 
-def test_gradients_of_weights_are_no_messages(comm: Any) -> None:
-    """What a backward that is not split made of a message in its memory changed with the next one."""
+def test_gradients_of_weights_do_not_share_memory_with_messages(comm: Any) -> None:
+    """Regression: an unsplit backward kept a gradient in a message's memory, and the next message overwrote it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(2 * comm.size) for layer in (linear(), AddsItsWeight())))
     whole = copy.deepcopy(model)
@@ -195,7 +195,7 @@ def test_gradients_of_weights_are_no_messages(comm: Any) -> None:
 
 
 def test_an_optimizer_in_a_hook_is_refused(comm: Any) -> None:
-    """It stepped once for each microbatch, so that weights were others than in one process, without a word."""
+    """Regression: it stepped once per microbatch, so that weights silently differed from one process."""
     model = nn.Sequential(*[linear() for _ in range(comm.size)])
     for parameter in model.parameters():
         optimizer = torch.optim.SGD([parameter], lr=0.1)

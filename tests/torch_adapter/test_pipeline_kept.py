@@ -1,4 +1,4 @@
-"""What a layer, a hook or a loss keeps of what a stage was given stays what it is; nobody else pays for it."""
+"""Kept values: inputs of a stage that a layer, a hook or a loss keeps stay unchanged, at no cost for others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Keeper:
-    """Keeps what hooks and a loss are given, in different ways."""
+    """Keeps the arguments of hooks and of a loss, in different ways."""
 
     def __init__(self) -> None:
         self.given: dict[str, list[Tensor]] = {}
@@ -53,8 +53,8 @@ class Keeper:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 @pytest.mark.parametrize("since", [0, 2], ids=["from the beginning", "later"])
-def test_what_is_kept_stays_what_it_is(comm: Any, schedule: Any, since: int) -> None:
-    """It was in the memory of messages, and changed with the next ones."""
+def test_kept_values_do_not_change(comm: Any, schedule: Any, since: int) -> None:
+    """Regression: they were in message memory, and changed with the next messages."""
     names = [str(number) for number in range(2 * comm.size)]
     whole, own = model(2 * comm.size), model(2 * comm.size)
     theirs, ours = Keeper(), Keeper()
@@ -73,7 +73,7 @@ def test_what_is_kept_stays_what_it_is(comm: Any, schedule: Any, since: int) -> 
         for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
             if step >= since:
                 (theirs.loss(whole(part), target) / MICROBATCHES).backward()
-        for other in range(2):  # what is passed on later lies where the messages before did
+        for other in range(2):  # later messages reuse the memory of earlier ones
             pipe.evaluate(*batch(100 + other))
             for values in ours.given.values():
                 del values[MICROBATCHES * (max(0, step - since) + 1) :]
@@ -86,7 +86,7 @@ def test_what_is_kept_stays_what_it_is(comm: Any, schedule: Any, since: int) -> 
 
 
 class Caching(nn.Module):
-    """Keeps what it was given last, with its graph, and an array of it."""
+    """Keeps its last input, with its graph and as an array."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Caching(nn.Module):
         return out
 
 
-def test_what_a_layer_keeps(comm: Any) -> None:
+def test_values_kept_by_a_layer_do_not_change(comm: Any) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(*(Caching() for _ in range(comm.size))).double()
     pipe = pipeline(copy.deepcopy(whole), comm, microbatches=MICROBATCHES, loss=F.mse_loss)
@@ -132,7 +132,7 @@ class Usual(nn.Module):
 @pytest.mark.parametrize(
     ("schedule", "how"), [("1f1b", "none"), ("zb_v", "none"), ("interleaved", "full"), ("zb_h1", "selective")]
 )
-def test_nothing_is_copied_where_nobody_keeps_anything(comm: Any, schedule: Any, how: Any) -> None:
+def test_nothing_is_copied_if_nothing_is_kept(comm: Any, schedule: Any, how: Any) -> None:
     layers: list[nn.Module] = [
         layer for _ in range(2 * comm.size) for layer in (nn.Identity(), Usual(), nn.ReLU(inplace=True), nn.Identity())
     ]

@@ -1,4 +1,4 @@
-"""Losses of a pipeline are those of one process, whatever they are a mean of; or they are refused."""
+"""Losses of a pipeline match one process for every kind of mean, or are refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from commlib.errors import PeerError, UsageError
 from commlib_torch import pipeline
 
-functions: Any = F  # what is known of their types lacks a weight
+functions: Any = F  # their known types lack a weight
 WIDTH = 6
-EXACT = 1e-11  # sums of microbatches are added in another order than in one process: some ulps of float64
+EXACT = 1e-11  # microbatches are summed in another order than in one process: some ulps of float64
 WEIGHTS = torch.arange(1.0, WIDTH + 1, dtype=torch.float64)
 IGNORED = -100
 
@@ -34,13 +34,13 @@ def inputs(rows: int, *shape: int, seed: int = 1) -> Tensor:
 
 
 def classes(rows: int, *shape: int, ignored: bool = True, seed: int = 2) -> Tensor:
-    """Return classes; of the last rows more and more are ignored."""
-    found = torch.randint(WIDTH, (rows, *shape), generator=torch.Generator().manual_seed(seed))
+    """Return classes, an increasing number of which are ignored in the last rows."""
+    result = torch.randint(WIDTH, (rows, *shape), generator=torch.Generator().manual_seed(seed))
     if ignored:
-        flat = found.reshape(rows, -1)
+        flat = result.reshape(rows, -1)
         for row in range(rows // 2, rows):
             flat[row, : row - rows // 2 + 1] = IGNORED
-    return found
+    return result
 
 
 def floats(*shape: int, seed: int = 3) -> Tensor:
@@ -60,8 +60,8 @@ def by_hand(output: Tensor, target: Tensor) -> Tensor:
     return (losses * counts).sum() / counts.sum()
 
 
-def assert_is_that_of_one_process(comm: Any, loss: Any, *batches: Any, model: Any = layers, **options: Any) -> None:
-    """Compare losses and gradients of batches, which are added up, and what evaluate says."""
+def assert_matches_one_process(comm: Any, loss: Any, *batches: Any, model: Any = layers, **options: Any) -> None:
+    """Compare losses, accumulated gradients of batches, and the results of evaluate."""
     whole = model()
     pipe = pipeline(model(), comm, loss=loss, microbatches=4, **options)
     try:
@@ -96,18 +96,18 @@ OF_CLASSES = {
 
 
 @pytest.mark.parametrize("name", OF_CLASSES)
-def test_classes_that_are_ignored_or_weighted(comm: Any, name: str) -> None:
-    """Microbatches counted by their rows, so that ignored targets and weights of classes gave another loss."""
+def test_ignored_and_weighted_classes(comm: Any, name: str) -> None:
+    """Regression: microbatches counted by their rows, although targets were ignored and classes weighted."""
     ignored = 2 if "index" in name else IGNORED
     some, few = ((rows := classes(count)).where(rows != IGNORED, ignored) for count in (9, 6))
     some[7:] = ignored  # a microbatch without terms
     batches = (inputs(9), classes(9, ignored=False, seed=7)), (inputs(9), some), (inputs(6), few)
-    assert_is_that_of_one_process(comm, OF_CLASSES[name], *batches)
+    assert_matches_one_process(comm, OF_CLASSES[name], *batches)
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "interleaved"])
-def test_a_microbatch_without_terms_counts_nothing(comm: Any, name: Any) -> None:
-    """0/0 times a share of 0 was NaN, in the loss and in the weights."""
+def test_a_microbatch_without_terms_does_not_count(comm: Any, name: Any) -> None:
+    """Regression: 0/0 times a share of 0 was NaN, in the loss and in the weights."""
     target = classes(8, ignored=False)
     target[2:4] = IGNORED
     target[6:] = IGNORED
@@ -136,10 +136,10 @@ OF_WORDS = {
 
 
 @pytest.mark.parametrize("name", OF_WORDS)
-def test_words_that_are_ignored(comm: Any, name: str) -> None:
-    """A function of the user's own that calls one of torch's losses is as good as that."""
+def test_ignored_words(comm: Any, name: str) -> None:
+    """A user-defined function that calls one of torch's losses works like that loss."""
     batches = (inputs(8, 5), classes(8, 5, ignored=False)), (inputs(7, 5), classes(7, 5)), (inputs(7, 3), classes(7, 3))
-    assert_is_that_of_one_process(comm, OF_WORDS[name], *batches)
+    assert_matches_one_process(comm, OF_WORDS[name], *batches)
 
 
 OF_FLOATS: dict[str, Any] = {
@@ -173,22 +173,22 @@ OF_FLOATS: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("name", OF_FLOATS)
 def test_other_losses(comm: Any, name: str) -> None:
-    """Sums were divided by the number of microbatches."""
+    """Regression: sums were divided by the number of microbatches."""
     batches = [(inputs(rows), floats(rows, WIDTH, seed=rows)) for rows in (9, 8, 3)]
-    assert_is_that_of_one_process(comm, OF_FLOATS[name], *batches)
+    assert_matches_one_process(comm, OF_FLOATS[name], *batches)
 
 
 def test_weights_in_the_target(comm: Any) -> None:
-    """torch divides by their sum; it was refused. A microbatch without any counts nothing."""
+    """torch divides by their sum. Regression: this was refused. A microbatch without weights does not count."""
     weights = floats(9, WIDTH, seed=4)
     weights[:3] = 0
     batches = [(inputs(9), (floats(9, WIDTH), weights)), (inputs(9), (floats(9, WIDTH), weights.flip(0)))]
-    assert_is_that_of_one_process(comm, lambda output, y: functions.mse_loss(output, y[0], weight=y[1]), *batches)
+    assert_matches_one_process(comm, lambda output, y: functions.mse_loss(output, y[0], weight=y[1]), *batches)
 
 
 @pytest.mark.parametrize("is_column", [True, False])
 def test_weights_of_rows_in_the_target(comm: Any, is_column: bool) -> None:
-    """Those of elements were right; expanded from one of each row they were refused."""
+    """Regression: weights of elements worked, but weights of rows expanded to elements were refused."""
     weights = floats(9, seed=4)
     weights[:3] = 0
 
@@ -198,12 +198,12 @@ def test_weights_of_rows_in_the_target(comm: Any, is_column: bool) -> None:
 
     own = [weights, weights.flip(0)]
     batches = [(inputs(9), (floats(9, WIDTH), one[:, None] if is_column else one)) for one in own]
-    assert_is_that_of_one_process(comm, loss, *batches)
+    assert_matches_one_process(comm, loss, *batches)
 
 
 @pytest.mark.parametrize("kind", ["expanded", "copied", "elements"])
-def test_weights_that_begin_like_a_mask(comm: Any, kind: str) -> None:
-    """Weights that were all ones at first were taken for the mask beside them, and refused once they were others."""
+def test_weights_that_initially_look_like_a_mask(comm: Any, kind: str) -> None:
+    """Regression: weights that were all ones at first were taken for a mask, and refused once they changed."""
     ones, later = torch.ones(8, dtype=torch.float64), torch.tensor([1, 1, 1, 1, 0.5, 0, 2, 1], dtype=torch.float64)
     if kind == "elements":
         ones, later = (one[:, None].repeat(1, WIDTH) for one in (ones, later))
@@ -213,7 +213,7 @@ def test_weights_that_begin_like_a_mask(comm: Any, kind: str) -> None:
         return functions.mse_loss(output, y[0], weight=weight.contiguous() if kind == "copied" else weight)  # type: ignore[no-any-return]
 
     batches = [(inputs(8), (floats(8, WIDTH), ones.clone(), weights)) for weights in (ones, later, later.flip(0))]
-    assert_is_that_of_one_process(comm, loss, *batches)
+    assert_matches_one_process(comm, loss, *batches)
 
 
 def dice(output: Tensor, target: Tensor) -> Tensor:
@@ -246,8 +246,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_mean_over_rows_is_refused(comm: Any, name: str) -> None:
-    """Dice gave 0.0 instead of 205.6, and nobody said anything."""
+def test_losses_that_are_no_mean_over_rows_are_refused(comm: Any, name: str) -> None:
+    """Regression: Dice silently gave 0.0 instead of 205.6."""
     loss, target, remedy = REFUSED[name]
     pipe = pipeline(layers(), comm, loss=loss, microbatches=4)
     with pytest.raises(UsageError, match=remedy):
@@ -255,18 +255,18 @@ def test_what_is_no_mean_over_rows_is_refused(comm: Any, name: str) -> None:
     with pytest.raises(UsageError, match=remedy):
         pipe.evaluate(inputs(8), target)
     pipe.close()
-    pipe = pipeline(layers(), comm, loss=loss, microbatches=4, weigh="rows")  # taken at its word
+    pipe = pipeline(layers(), comm, loss=loss, microbatches=4, weigh="rows")  # the user's word is taken
     pipe.step(inputs(8), target)
     pipe.close()
 
 
-def test_the_loss_is_called_in_another_way_from_batch_to_batch(comm: Any) -> None:
-    """As long as it is called alike, its rule holds: another function, option or kind of targets has another one."""
+def test_the_loss_may_change_its_call_from_batch_to_batch(comm: Any) -> None:
+    """A rule holds for equal calls; another function, option or kind of targets has its own rule."""
     chosen: dict[str, Any] = {}
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        found: Tensor = chosen["function"](output, target, **chosen["options"])
-        return found
+        result: Tensor = chosen["function"](output, target, **chosen["options"])
+        return result
 
     whole, pipe = layers(), pipeline(layers(), comm, loss=loss, microbatches=4)
     ways: list[tuple[Any, dict[str, Any], Tensor]] = [
@@ -291,8 +291,8 @@ def test_the_loss_is_called_in_another_way_from_batch_to_batch(comm: Any) -> Non
     pipe.close()
 
 
-def test_words_come_to_be_ignored_later(comm: Any) -> None:
-    """Even if the first batches have none, and nobody can say beforehand how many words a microbatch has."""
+def test_words_may_be_ignored_in_later_batches(comm: Any) -> None:
+    """The first batches may have no ignored words, and the numbers of words need not be known in advance."""
 
     def every_other(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output[:, ::2].flatten(0, 1), target[:, ::2].flatten())
@@ -308,7 +308,7 @@ def test_words_come_to_be_ignored_later(comm: Any) -> None:
 
 
 class Labelled(nn.Module):
-    """Computes its loss itself, as models of libraries do, and gives it beside its output."""
+    """Computes its own loss, as models of libraries do, and returns it with its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class Labelled(nn.Module):
 
 
 def test_a_loss_within_the_model(comm: Any) -> None:
-    """Its ignored labels were no more seen than those of a function."""
+    """Regression: its ignored labels were not seen, as those of a function are."""
 
     def labelled() -> Labelled:
         torch.manual_seed(0)
@@ -346,7 +346,7 @@ def test_a_loss_within_the_model(comm: Any) -> None:
 
 
 class Summed(Labelled):
-    """Its loss is a sum, or made of one."""
+    """A model whose loss is a sum, or derived from one."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class Summed(Labelled):
 
 
 def test_a_sum_within_the_model(comm: Any) -> None:
-    """Its loss and gradients were divided by the number of microbatches, in silence."""
+    """Regression: its loss and gradients were silently divided by the number of microbatches."""
 
     def summed(scale: float) -> Summed:
         torch.manual_seed(0)
@@ -378,18 +378,18 @@ def test_a_sum_within_the_model(comm: Any) -> None:
     pipe.close()
     for weigh in (None, "sum"):
         pipe = pipeline(summed(2), comm, loss=lambda output: output, microbatches=4, weigh=weigh)
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as result:
             warnings.simplefilter("always")
             value = pipe.step((x, y))
             pipe.step((x, y))
-        told = [str(one.message) for one in found if 'pass weigh="sum"' in str(one.message)]
-        assert len(told) == (weigh is None and comm.rank == comm.size - 1)
+        messages = [str(one.message) for one in result if 'pass weigh="sum"' in str(one.message)]
+        assert len(messages) == (weigh is None and comm.rank == comm.size - 1)
         if weigh:
             torch.testing.assert_close(value, 2 * loss.detach(), rtol=EXACT, atol=0)
         pipe.close()
 
 
-def test_what_weigh_says_is_looked_at(comm: Any) -> None:
+def test_results_of_weigh_are_checked(comm: Any) -> None:
     pipe = pipeline(layers(), comm, loss=F.cross_entropy, microbatches=4, weigh=len)
     with pytest.raises(UsageError, match="weighted by what weigh= says"):
         pipe.step(inputs(8), classes(8))
@@ -402,8 +402,8 @@ def test_what_weigh_says_is_looked_at(comm: Any) -> None:
         pipeline(layers(), comm, loss=F.cross_entropy, microbatches=4, weigh="mean")
 
 
-def test_nobody_notices_a_look(comm: Any) -> None:
-    """A look calls the loss once more: on a copy of what it keeps, with random numbers that are drawn again."""
+def test_a_check_has_no_side_effects(comm: Any) -> None:
+    """The check calls the loss once more, on a copy of its state, and restores the random generators."""
     seen: list[float] = []
     keeps = nn.ModuleList([nn.BatchNorm1d(WIDTH, affine=False).double()])
 
@@ -430,13 +430,13 @@ def test_nobody_notices_a_look(comm: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"])
-def test_a_compiled_loss_is_not_watched_but_what_it_was_made_of(comm: Any, loss: Any) -> None:
+def test_the_original_of_a_compiled_loss_is_watched(comm: Any, loss: Any) -> None:
     batches = (inputs(8), classes(8, ignored=False)), (inputs(9), classes(9))
-    assert_is_that_of_one_process(comm, torch.compile(loss, backend="eager"), *batches)
+    assert_matches_one_process(comm, torch.compile(loss, backend="eager"), *batches)
 
 
 def test_updates_within_a_batch_weigh_words(comm: Any) -> None:
-    """PipeDream updates after so many microbatches: what each counts is of these."""
+    """PipeDream updates after a number of microbatches: the weights of a microbatch refer to these."""
     x, y = inputs(8), classes(8)
     one = copy.deepcopy(layers())
     pipe = pipeline(
@@ -460,7 +460,7 @@ def marking(output: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("microbatches", [3, 4])
 def test_a_loss_that_marks_its_targets(comm: Any, microbatches: int) -> None:
-    """Terms were counted in targets that were not marked yet: a microbatch of marked ones alone made all NaN."""
+    """Regression: terms were counted before targets were masked: a fully masked microbatch gave NaN."""
     model = layers()
     whole = copy.deepcopy(model)
     pipe = pipeline(model, comm, microbatches=microbatches, loss=marking)
@@ -480,7 +480,7 @@ def with_penalty(output: Tensor, target: Tensor) -> dict[str, Tensor]:
 
 
 def test_a_loss_of_several_summands(comm: Any) -> None:
-    """No weigh= said what a mean over words and one over rows are together; a batch without ignored words hid it."""
+    """Regression: no weigh= could weigh a mean over words plus one over rows; batches without ignored words hid it."""
     model = layers()
     whole, x, y = copy.deepcopy(model), inputs(8), classes(8)
     weigh: dict[str, Any] = {"words": lambda target: (target != IGNORED).sum(), "penalty": "rows"}
@@ -501,12 +501,12 @@ def test_a_loss_of_several_summands(comm: Any) -> None:
     pipe.step(x, classes(8, ignored=False))
     pipe.step(x, classes(8, ignored=False))
     pipe.step(x, classes(8, ignored=False))
-    with pytest.raises(UsageError, match="several summands"):  # the first batch that tells
+    with pytest.raises(UsageError, match="several summands"):  # the first batch that reveals it
         pipe.step(x, y)
     pipe.close()
 
 
-def test_summands_that_are_not_said(comm: Any) -> None:
+def test_undeclared_summands_are_refused(comm: Any) -> None:
     pipe = pipeline(layers(), comm, microbatches=2, loss=with_penalty)
     with pytest.raises((UsageError, PeerError), match="weigh= says nothing of summands"):
         pipe.step(inputs(8), classes(8))

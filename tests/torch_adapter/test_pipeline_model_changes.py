@@ -1,4 +1,4 @@
-"""A model that is changed after it was cut: what the pipeline has not is refused, what it has is taken in."""
+"""Changes of a model after it was cut: new layers are refused, and changes of existing ones are adopted."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Traced(nn.Module):
         self.first, self.middle, self.head = nn.Sequential(linear(), nn.Tanh()), linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.middle(self.first(x))) + x
-        return found
+        result: Tensor = self.head(self.middle(self.first(x))) + x
+        return result
 
 
 def replace(model: Any) -> None:
@@ -52,8 +52,10 @@ def replace_head(model: Any) -> None:
     ],
     ids=["replaced", "added", "taken away", "traced"],
 )
-def test_layers_of_the_model(comm: Any, make: Callable[[], Any], change: Callable[[Any], Any], text: str) -> None:
-    """The pipeline went on with those that it had, without a word."""
+def test_changed_layers_are_adopted_or_refused(
+    comm: Any, make: Callable[[], Any], change: Callable[[Any], Any], text: str
+) -> None:
+    """Regression: the pipeline silently continued with the old layers."""
     torch.manual_seed(0)
     model = make()
     pipe = pipeline(model, comm, loss=F.mse_loss, microbatches=2)
@@ -66,7 +68,7 @@ def test_layers_of_the_model(comm: Any, make: Callable[[], Any], change: Callabl
 
 
 class Short(nn.Module):
-    """Its second layer computes in whole floats, whatever is around it."""
+    """A model whose second layer computes in float32, whatever the surrounding autocast."""
 
     def __init__(self, *, asks: bool) -> None:
         super().__init__()
@@ -80,12 +82,12 @@ class Short(nn.Module):
         else:
             with torch.autocast("cpu", enabled=False):
                 h = self.second(h.float())
-        found: Tensor = self.last(self.second(h))
-        return found
+        result: Tensor = self.last(self.second(h))
+        return result
 
 
 @pytest.mark.parametrize("asks", [False, True], ids=["off", "asks"])
 def test_autocast_within_a_traced_forward(comm: Any, asks: bool) -> None:
-    """A trace outside of autocast does not see that it is turned off, nor what it would be in another batch."""
+    """A trace without autocast sees neither that it is disabled, nor its dtype in other batches."""
     with pytest.raises(UsageError, match="autocast"):
         pipeline(Short(asks=asks), comm, loss=F.mse_loss, microbatches=2)

@@ -1,4 +1,4 @@
-"""Objects that layers of stages on several ranks share in Python: harmless ones are, and what is written is refused."""
+"""Objects shared in Python by layers of stages on several ranks: harmless sharing passes, and writes are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reads(Writes):
 
 
 class Asks(nn.Module):
-    """Reads a configuration, and counts in a list: others do not read it."""
+    """Reads a configuration, and counts in a list that others do not read."""
 
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Asks(nn.Module):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("options", [{}, {"example": torch.ones(2, WIDTH)}, {"verify": torch.ones(2, WIDTH)}])
 @pytest.mark.parametrize("kind", [list, nn.ModuleList, lambda layers: nn.Sequential(*layers)])
-def test_what_one_rank_writes_no_other_reads(comm: Any, kind: Any, options: dict[str, Any]) -> None:
-    """The loss was another one, without a word: copies that were compared shared what ranks do not."""
+def test_writes_read_on_another_rank_are_refused(comm: Any, kind: Any, options: dict[str, Any]) -> None:
+    """Regression: the loss silently changed, because the compared copies shared objects, and ranks do not."""
     torch.manual_seed(0)
     box: dict[str, Any] = {}
     between = [nn.Tanh() for _ in range(max(1, comm.size - 2))]
@@ -88,7 +88,7 @@ class ReadsBuffer(nn.Module):
 
 @pytest.mark.ranks(min=2)
 def test_a_buffer_that_is_read_by_a_hidden_reference(comm: Any) -> None:
-    """The last stage's rank read a buffer that only the first one's changes."""
+    """Regression: the last stage's rank read a buffer that only the first one changes."""
     counts, x, end = Counts(), torch.ones(4, WIDTH), comm.size - 1
     model = nn.Sequential(counts, *(nn.Tanh() for _ in range(end - 1)), ReadsBuffer(counts))
     pipe = pipeline(model, comm, microbatches=1, loss=F.mse_loss)
@@ -97,7 +97,7 @@ def test_a_buffer_that_is_read_by_a_hidden_reference(comm: Any) -> None:
     pipe.close()
 
 
-def test_what_is_shared_and_harmless(comm: Any) -> None:
+def test_harmless_sharing_passes(comm: Any) -> None:
     config = SimpleNamespace(scale=0.5, seen=[])
     torch.manual_seed(0)
     model = nn.Sequential(*(Asks(config) for _ in range(comm.size)))

@@ -1,4 +1,4 @@
-"""What is computed again in a backward: layers that work in place, and recurrent ones, which do so inside."""
+"""Recomputation in a backward of layers that work in place, and of recurrent layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Recurrent(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes the result of a product, a view of one, and a sum."""
+    """Changes the result of a product, a view of one, and a sum in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def model() -> nn.Sequential:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_layers_that_work_in_place(comm: Any, schedule: Any, how: Any) -> None:
-    """A product that was kept and changed in place was refused, by an error of torch's checkpointing."""
+    """Regression: torch's checkpointing refused a product that was kept and then changed in place."""
     whole = model()
     pipe = pipeline(model(), comm, schedule=schedule, microbatches=2, loss=F.mse_loss, checkpoint=how)
     x, y = torch.randn(2, 4, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -66,7 +66,7 @@ def test_layers_that_work_in_place(comm: Any, schedule: Any, how: Any) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_products_are_computed_once(comm: Any, schedule: Any) -> None:
-    """With "full" once more; split backwards computed them again for each weight."""
+    """With "full" they are computed once more. Regression: split backwards recomputed them for each weight."""
     flops = {}
     for how in ("none", "selective", "full"):
         layers = [nn.Linear(WIDTH, WIDTH) if n % 2 == 0 else nn.Tanh() for n in range(4 * comm.size)]

@@ -1,4 +1,4 @@
-"""What is computed again of single layers, named by patterns or by a function."""
+"""Recomputation of single layers, named by patterns or chosen by a function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 class Block(nn.Module):
-    """Has statistics, and a layer that changes in place what it is given."""
+    """A block with statistics, and a layer that changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Is traced."""
+    """A traced model."""
 
     def __init__(self, blocks: nn.Sequential) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def batch() -> Any:
 
 
 def check(pipe: Any, whole: nn.Module, parts: int = 2) -> None:
-    """Compare steps with one process that is given the same microbatches, as batch norm asks for."""
+    """Compare steps with one process on the same microbatches, as batch norm requires."""
     x, y = batch()
     for _ in range(3):
         got = pipe.step(x, y)
@@ -79,7 +79,7 @@ HOWS: dict[str, Any] = {
 @pytest.mark.parametrize("is_traced", [False, True], ids=["sequence", "traced"])
 @pytest.mark.parametrize("how", HOWS)
 def test_single_layers(comm: Any, how: str, is_traced: bool, schedule: Any) -> None:
-    """Whole stages alone could be computed again."""
+    """Regression: only whole stages could be recomputed."""
     model: Any = blocks(2 * comm.size)
     model = Tower(model).double() if is_traced else model
     whole = copy.deepcopy(model)
@@ -89,8 +89,8 @@ def test_single_layers(comm: Any, how: str, is_traced: bool, schedule: Any) -> N
     pipe.close()
 
 
-def test_only_what_is_named_computes_again(comm: Any) -> None:
-    """A hook of the layer is called once; what is within it twice; what has another name once. Nothing in evaluate."""
+def test_only_named_layers_are_recomputed(comm: Any) -> None:
+    """Hooks of such a layer run once, layers within it twice, and all others once. evaluate recomputes nothing."""
     model = blocks(comm.size)
     calls: dict[str, int] = {}
     for name, module in model.named_modules():
@@ -109,7 +109,7 @@ def test_only_what_is_named_computes_again(comm: Any) -> None:
 
 
 class Changes(nn.Module):
-    """Works in place on what it is given, and adds to a list; takes a tensor by name."""
+    """Changes its input in place, appends to a list, and takes a tensor by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,8 +136,8 @@ class Around(nn.Module):
         return out
 
 
-def test_layers_that_change_what_they_are_given(comm: Any) -> None:
-    """What is computed again was computed from what the first time had made of the inputs."""
+def test_layers_that_change_their_inputs(comm: Any) -> None:
+    """Regression: recomputation started from the inputs that the first forward had changed."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Around() for _ in range(comm.size))).double()
     for module in model.modules():
@@ -155,7 +155,7 @@ class Shift(nn.Module):
 
 
 class ChangedLater(nn.Module):
-    """Changes the input of a layer after that has computed, which keeps something else for its gradient."""
+    """Changes the input of a layer after it has computed; the layer keeps another value for its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ class ChangedLater(nn.Module):
         return out
 
 
-def test_inputs_that_are_changed_later(comm: Any) -> None:
-    """A layer would be computed again from other numbers: that is an error, of torch's, and not silent."""
+def test_inputs_changed_later_are_refused(comm: Any) -> None:
+    """The layer would be recomputed from different numbers: torch raises an error."""
     model = nn.Sequential(*(ChangedLater() for _ in range(comm.size))).double()
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss, checkpoint={"*.inner": "full"})
     x, y = batch()
@@ -180,9 +180,9 @@ def test_inputs_that_are_changed_later(comm: Any) -> None:
     pipe.close()
 
 
-def test_random_numbers_are_drawn_as_before(comm: Any) -> None:
-    """Computing again moves no stream, and draws the same: gradients are those of a pipeline that keeps all."""
-    found = []
+def test_random_numbers_are_reproduced(comm: Any) -> None:
+    """Recomputation restores the generators: gradients match a pipeline that keeps all activations."""
+    results = []
     how: Any
     for how in ("none", {"*.drop": "full"}, {"?": "full"}):
         torch.manual_seed(0)
@@ -191,14 +191,14 @@ def test_random_numbers_are_drawn_as_before(comm: Any) -> None:
         x, y = batch()
         torch.manual_seed(comm.rank)
         losses = [float(pipe.step(x, y)) for _ in range(2)]
-        found.append((losses, [parameter.grad for parameter in pipe.parameters()], torch.rand(1)))
+        results.append((losses, [parameter.grad for parameter in pipe.parameters()], torch.rand(1)))
         pipe.close()
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-12, atol=0)
 
 
 def test_weights_of_their_own_versions(comm: Any) -> None:
-    """Schedules that update weights while they run keep all: a layer that computed again would use later weights."""
+    """Schedules that update weights while they run keep everything: recomputation would use later weights."""
     grads = []
     how: Any
     for how in ("none", {"*": "full"}):
@@ -214,7 +214,7 @@ def test_weights_of_their_own_versions(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "text"),
     [
         ({"0.nrom": "full"}, r"no layer matches '0.nrom'; the layers are 0\.norm"),
         ({"*.norm": "all"}, r"of \*\.norm is 'all', expected one of none, selective, full"),
@@ -223,14 +223,14 @@ def test_weights_of_their_own_versions(comm: Any) -> None:
         ("some", "is 'some', expected one of none, selective, full, or these by names of layers"),
     ],
 )
-def test_what_names_nothing(comm: Any, how: Any, said: str) -> None:
-    """Or two things: it is refused on all ranks before anything is sent."""
-    with pytest.raises(UsageError, match=said):
+def test_patterns_without_a_match_are_refused(comm: Any, how: Any, text: str) -> None:
+    """So are patterns that match two layers, on all ranks and before communication."""
+    with pytest.raises(UsageError, match=text):
         pipeline(blocks(comm.size), comm, microbatches=2, loss=F.mse_loss, checkpoint=how)
 
 
-def test_split_within_a_layer_that_is_whole(comm: Any) -> None:
-    """A traced model cannot be cut within a layer that is computed again as a whole: the error says why."""
+def test_cutting_within_a_recomputed_layer_is_refused(comm: Any) -> None:
+    """A traced model cannot be cut within a layer that is recomputed as a whole: the error gives the reason."""
     model = Tower(blocks(comm.size))
     names = [f"blocks.{rank}.down" for rank in range(1, comm.size)] or ["blocks.0.down"]
     with pytest.raises(UsageError, match="modules named in checkpoint= are kept in one stage"):

@@ -1,4 +1,4 @@
-"""Pipelines with data-parallel replicas: two stages on two ranks each, as one process with the whole batch."""
+"""Pipelines with replicas, two stages on two ranks each, match one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks(min=4, max=4)
 
 
 class Model(nn.Module):
-    """Eight layers, the first and the last of which share their weight."""
+    """Eight layers, of which the first and the last share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", [name for name, plan in table.items() if not plan.updates])
 def test_as_one_process_with_the_whole_batch(comm: Any, name: Any, overlap: bool) -> None:
-    """Three steps; the gradients of two batches are added up in each, and clipped by the norm over all stages."""
+    """Three steps: each accumulates the gradients of two batches and clips them by the norm over all stages."""
     mesh = Mesh(pp=2, dp=2)
     pipe = pipeline(Model(), mesh["pp"], schedule=name, microbatches=3, loss=F.mse_loss)
     optimizer = DistributedOptimizer(
@@ -77,13 +77,13 @@ def test_as_one_process_with_the_whole_batch(comm: Any, name: Any, overlap: bool
         theirs.zero_grad()
         expected = whole.state_dict()
         for key, value in pipe.state_dict().items():
-            # The norm is rounded to float32 on neither side, but added in another order.
+            # Neither side rounds the norm to float32, but they sum in different orders.
             torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-9)
     pipe.close()
     mesh.close()
 
 
-def test_gradients_are_ready_when_their_last_microbatch_is_done(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_ready_after_their_last_microbatch(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Breadth first: the second stage's gradients are reduced while the first one still computes its own."""
     mesh = Mesh(pp=2, dp=2)
     pipe = pipeline(Model(), mesh["pp"], schedule="breadth_first", microbatches=3, loss=F.mse_loss)
@@ -107,8 +107,8 @@ def test_gradients_are_ready_when_their_last_microbatch_is_done(comm: Any, monke
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
-def test_updates_while_the_pipeline_runs_are_of_all_replicas(comm: Any, name: Any) -> None:
-    """As a pipeline without replicas, whose microbatches are those of both, one after the other."""
+def test_updates_during_the_pipeline_include_all_replicas(comm: Any, name: Any) -> None:
+    """They match a pipeline without replicas that processes the microbatches of both in turn."""
     mesh = Mesh(pp=2, dp=2)
     every = 2 if name == "pipedream_2bw" else 1
 
@@ -146,8 +146,8 @@ def test_a_mesh_without_replicas_is_refused(comm: Any) -> None:
     mesh.close()
 
 
-def test_data_parallel_of_a_stage_is_no_way(comm: Any) -> None:
-    """A pipeline is not called, so a wrapper that is called around it says so."""
+def test_data_parallel_of_a_stage_is_refused(comm: Any) -> None:
+    """A pipeline is not called; the error of a wrapper that expects a call explains this."""
     pipe = pipeline(Model(), comm, microbatches=2, loss=F.mse_loss)
     with pytest.raises(UsageError, match="a pipeline cannot be called"):
         DataParallel(pipe, ranks=comm.split(comm.rank))(batch(2, 0)[0])

@@ -1,4 +1,4 @@
-"""Layers that mix the rows of a batch, and losses that they keep: as in one process, or refused on all ranks."""
+"""Layers that mix rows of a batch, and losses recorded by layers: they match one process, or all ranks refuse."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Centred(nn.Module):
 
 
 class Negatives(nn.Module):
-    """Holds each row against all others."""
+    """Compares each row with all others."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x @ x.T).softmax(-1) @ x
@@ -46,14 +46,14 @@ class Similar(nn.Module):
 
 
 class Drawn(nn.Module):
-    """Draws numbers in evaluation, too."""
+    """Draws random numbers in evaluation, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rand_like(x)
 
 
 class Alternates(nn.Module):
-    """Computes something else in each call, and counts them in all that a module may count in."""
+    """Computes something else in each call, and counts calls in every way available to a module."""
 
     calls: Tensor
 
@@ -82,7 +82,7 @@ class Flattens(nn.Module):
 
 
 class TracedCentred(nn.Module):
-    """Its mean goes from stage to stage, beside the rows."""
+    """A model whose mean travels between stages, together with the rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,9 +113,9 @@ def layers(*middle: nn.Module) -> nn.Sequential:
     ids=["centred", "negatives", "own statistics", "similarities", "traced", "float32"],
 )
 def test_a_layer_that_mixes_rows(comm: Any, make: Any, names: str) -> None:
-    """It saw a microbatch instead of the batch, without a word."""
+    """Regression: it silently saw a microbatch instead of the batch."""
     x = inputs(8).to(next(make().parameters()).dtype)
-    loss = lambda output, target: mean_square(output[:, :1], target[:, :1])  # noqa: E731  # of any width
+    loss = lambda output, target: mean_square(output[:, :1], target[:, :1])  # noqa: E731  # noqa: E731  # of any width
     for way in ("step", "evaluate", "predict") if names == "stage" else ("step",):
         pipe = pipeline(make(), comm, microbatches=4, loss=loss)
         for _ in range(2):
@@ -143,10 +143,10 @@ def test_a_layer_that_mixes_rows(comm: Any, make: Any, names: str) -> None:
     ],
     ids=["batch norm", "rows second", "as many rows", "flattened", "attention"],
 )
-def test_what_does_not_mix_rows(comm: Any, make: Any, shape: Any, options: Any) -> None:
+def test_layers_that_do_not_mix_rows_pass(comm: Any, make: Any, shape: Any, options: Any) -> None:
     def model() -> Any:
-        made = make()
-        return [Attends(one) if isinstance(one, nn.MultiheadAttention) else one for one in made]
+        built = make()
+        return [Attends(one) if isinstance(one, nn.MultiheadAttention) else one for one in built]
 
     x, y = inputs(*shape), inputs(*shape, seed=2)
     loss = lambda output, target: mean_square(output, target.reshape(output.shape))  # noqa: E731
@@ -158,7 +158,7 @@ def test_what_does_not_mix_rows(comm: Any, make: Any, shape: Any, options: Any) 
 
 
 class Placed(nn.Module):
-    """Its second input is as long as a batch may be, and belongs to no row. It is used after so many layers."""
+    """A model whose second input may be as long as a batch, but has no rows; it is used after some layers."""
 
     def __init__(self, after: int, number: int) -> None:
         super().__init__()
@@ -175,8 +175,8 @@ class Placed(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_an_input_that_looks_as_if_it_had_rows(comm: Any, stage: int) -> None:
-    """It was cut into single elements, which fit everything, without a word; later, if another stage used it."""
+def test_an_input_as_long_as_the_batch_without_rows(comm: Any, stage: int) -> None:
+    """Regression: it was silently cut into single elements, which broadcast; in later stages, too."""
     x, places = inputs(8, 8), torch.linspace(0, 1, 8, dtype=torch.float64)
 
     def model() -> nn.Module:
@@ -189,9 +189,9 @@ def test_an_input_that_looks_as_if_it_had_rows(comm: Any, stage: int) -> None:
             warnings.simplefilter("always")
             loss = pipe.step((x, places), x)
             pipe.step((x, places), x)
-        told = [str(one.message) for one in caught if "not two together" in str(one.message)]
-        assert len(told) == (where == 0 and comm.rank == min(stage, comm.size - 1))
-        assert not told or f"pipeline: stage {comm.rank} (of " in told[0]
+        messages = [str(one.message) for one in caught if "not two together" in str(one.message)]
+        assert len(messages) == (where == 0 and comm.rank == min(stage, comm.size - 1))
+        assert not messages or f"pipeline: stage {comm.rank} (of " in messages[0]
         if where == "whole":
             torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
         pipe.close()
@@ -207,27 +207,29 @@ class Attends(nn.Module):
 
 
 @pytest.mark.parametrize("make", [lambda: Drawn(), lambda: Alternates()], ids=["drawn", "alternates"])
-def test_a_look_leaves_no_trace(comm: Any, make: Any) -> None:
-    """Random numbers, counters, buffers and hooks are those of the microbatches alone, where nothing can be told."""
-    found = []
-    for weigh in ("rows", None):  # with "rows" there is no look
+def test_a_check_leaves_no_trace(comm: Any, make: Any) -> None:
+    """Random numbers, counters, buffers and hooks match the microbatches alone, even if the check decides nothing."""
+    results = []
+    for weigh in ("rows", None):  # with "rows" there is no check
         model, calls = layers(make()), list[Tensor]()
         for one in model:
             one.register_forward_hook(lambda module, args, output, calls=calls: calls.append(output.detach().clone()))
         pipe = pipeline(model, comm, microbatches=2, loss=mean_square, weigh=weigh)
         torch.manual_seed(3)
-        told = [float(pipe.step(inputs(4, seed=4), inputs(4, seed=2))) for _ in range(3)]
+        messages = [float(pipe.step(inputs(4, seed=4), inputs(4, seed=2))) for _ in range(3)]
         state = {name: one.clone() for name, one in pipe.state_dict().items()}
         kept = [(one.count, list(one.seen)) for one in pipe.modules() if isinstance(one, Alternates)]
-        found.append((told, len(calls), sum(float(one.sum()) for one in calls), kept, float(torch.rand(())), state))
+        results.append(
+            (messages, len(calls), sum(float(one.sum()) for one in calls), kept, float(torch.rand(())), state)
+        )
         pipe.close()
-    (*first, before), (*second, after) = found
+    (*first, before), (*second, after) = results
     assert first == second
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 class Keeps(AuxiliaryLossModule):
-    """Keeps losses of what it is given."""
+    """Records losses of its input."""
 
     def __init__(self, *kinds: str, in_training: bool = False) -> None:
         super().__init__()
@@ -235,7 +237,7 @@ class Keeps(AuxiliaryLossModule):
 
     def forward(self, x: Tensor) -> Tensor:
         square, positive = x.square(), (x > 0).to(x.dtype)
-        made = {
+        model = {
             "mean": square.mean(),
             "sum": square.sum(),
             "both": square.mean() + square.sum(),
@@ -243,16 +245,16 @@ class Keeps(AuxiliaryLossModule):
         }
         if self.training or not self.in_training:
             for kind in self.kinds:
-                self.keep(0.1 * made[kind])
+                self.keep(0.1 * model[kind])
         return x
 
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("in_training", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_sums_that_layers_keep(comm: Any, schedule: Any, in_training: bool, begins: bool) -> None:
-    """A sum over rows counted 1 / microbatches; and still did where the layer that keeps it begins a stage."""
-    torch.manual_seed(0)  # of the layer between them, which all ranks must make alike
+def test_sums_recorded_by_layers(comm: Any, schedule: Any, in_training: bool, begins: bool) -> None:
+    """Regression: a sum over rows counted 1 / microbatches; also if the layer that records it begins a stage."""
+    torch.manual_seed(0)  # of the layer between them, which must be equal on all ranks
     first, second = Keeps("sum", "mean", in_training=in_training), Keeps("sum", in_training=in_training)
     model = layers(nn.Tanh(), first, nn.Linear(WIDTH, WIDTH), second)
     whole = copy.deepcopy(model)
@@ -271,7 +273,7 @@ def test_sums_that_layers_keep(comm: Any, schedule: Any, in_training: bool, begi
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("kind", ["both", "positive"])
-def test_kept_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str, begins: bool) -> None:
+def test_recorded_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str, begins: bool) -> None:
     model = layers(Keeps("mean", kind), *(nn.Tanh() for _ in range(comm.size - 2)))
     split = [str(one) for one in range(1, comm.size)] if begins else "auto"
     pipe = pipeline(model, comm, microbatches=2, loss=mean_square, split=split)

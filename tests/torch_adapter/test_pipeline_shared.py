@@ -1,4 +1,4 @@
-"""What stages on several ranks share: weights are one, frozen or not; buffers are, or are refused by name."""
+"""State shared by stages on several ranks: weights stay equal, frozen or not; buffers do, or are refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 class Tied(nn.Module):
-    """The head has the weight of the embedding."""
+    """A model whose head uses the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,15 +35,15 @@ class Tied(nn.Module):
 
 
 def set_trains(model: nn.Module, name: str, trains: bool) -> None:
-    """Freeze or thaw what has a name here; on the other ranks nothing has it."""
-    for found, parameter in model.named_parameters(remove_duplicate=False):
-        if found == name:
+    """Freeze or unfreeze a parameter on ranks that have it."""
+    for result, parameter in model.named_parameters(remove_duplicate=False):
+        if result == name:
             parameter.requires_grad_(trains)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_a_tied_weight_may_be_frozen_and_thawed(comm: Any, schedule: Any) -> None:
-    """A frozen one was given a gradient of zeros, and so weight decay; one name may be on one rank alone."""
+def test_a_tied_weight_may_be_frozen_and_unfrozen(comm: Any, schedule: Any) -> None:
+    """Regression: a frozen one got a zero gradient, and so weight decay. A name may exist on one rank only."""
     torch.manual_seed(0)
     whole = Tied().double()
     whole.embed.weight.requires_grad_(False)
@@ -70,7 +70,7 @@ def test_a_tied_weight_may_be_frozen_and_thawed(comm: Any, schedule: Any) -> Non
     pipe.close()
 
 
-def test_a_tied_weight_that_no_stage_has_used_has_no_gradient(comm: Any) -> None:
+def test_an_unused_tied_weight_has_no_gradient(comm: Any) -> None:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,13 +100,13 @@ class SparseTied(Tied):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def test_a_tied_weight_with_sparse_gradients_of_one_of_its_uses(comm: Any) -> None:
-    """The rank of that use raised an error of its own, and the other one waited until COMMLIB_TIMEOUT."""
+def test_a_tied_weight_with_one_sparse_gradient(comm: Any) -> None:
+    """Regression: the rank of that use raised an error, and the other one waited until COMMLIB_TIMEOUT."""
     torch.manual_seed(0)
     whole = SparseTied().double()
     pipe = pipeline(copy.deepcopy(whole), comm, microbatches=2, loss=F.cross_entropy)
     words = torch.arange(8) % 7
-    for _ in range(2):  # once more on top
+    for _ in range(2):  # the second pass accumulates
         torch.testing.assert_close(pipe.step(words, words), F.cross_entropy(whole(words), words), rtol=1e-12, atol=0)
         F.cross_entropy(whole(words), words).backward()
     others = dict(whole.named_parameters(remove_duplicate=False))
@@ -115,8 +115,8 @@ def test_a_tied_weight_with_sparse_gradients_of_one_of_its_uses(comm: Any) -> No
     pipe.close()
 
 
-def test_a_tied_weight_stays_tied_where_parameters_are_replaced(comm: Any) -> None:
-    """`assign=True` makes new parameters, whose gradients were not added up."""
+def test_a_tied_weight_stays_tied_when_parameters_are_replaced(comm: Any) -> None:
+    """Regression: the gradients of new parameters, made by `assign=True`, were not summed."""
     torch.manual_seed(0)
     whole = Tied().double()
     state = copy.deepcopy(whole.state_dict())
@@ -151,8 +151,8 @@ class Counted(nn.Module):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("kind", [Counted, lambda: nn.BatchNorm1d(WIDTH)], ids=["own", "batch norm"])
-def test_a_buffer_that_two_ranks_change_is_refused(comm: Any, kind: Any) -> None:
-    """Each rank's copy saw its own uses alone: running statistics were those of some of them."""
+def test_a_buffer_changed_on_two_ranks_is_refused(comm: Any, kind: Any) -> None:
+    """Regression: each rank's copy saw only its own uses: running statistics covered some of them."""
     shared = kind()
     layers = [shared, *(nn.Linear(WIDTH, WIDTH) for _ in range(2 * comm.size)), shared]
     pipe = pipeline(layers, comm, microbatches=2, loss=F.mse_loss)
@@ -162,11 +162,11 @@ def test_a_buffer_that_two_ranks_change_is_refused(comm: Any, kind: Any) -> None
     with pytest.raises(UsageError if has else PeerError, match=text):
         pipe.step(x, x)
     pipe.eval()
-    torch.testing.assert_close(pipe.step(x, x), pipe.evaluate(x, x))  # nothing is changed: so it is right
+    torch.testing.assert_close(pipe.step(x, x), pipe.evaluate(x, x))  # nothing is changed, so the result is correct
     pipe.close()
 
 
-def test_a_buffer_that_two_stages_of_a_rank_change_is_right(comm: Any) -> None:
+def test_a_buffer_changed_by_two_stages_of_a_rank_is_correct(comm: Any) -> None:
     def model() -> list[nn.Module]:
         torch.manual_seed(0)
         shared = nn.BatchNorm1d(WIDTH, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A pipeline's state, and its optimizer's, are those of one process: names, settings of groups, tied weights."""
+"""State of a pipeline and of its optimizer matches one process: names, settings of groups, tied weights."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ NAMES = ("stage0", "stage1", "stage2", "stage3", "model", "0", "module", "loss")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v"])
-def test_layers_may_be_called_as_stages_are(comm: Any, schedule: Any) -> None:
-    """A layer `stage2` lost its name in a state: what begins like the number of a stage was taken away twice."""
+def test_layers_may_have_names_of_stages(comm: Any, schedule: Any) -> None:
+    """Regression: a layer named `stage2` lost its name in a state, because the prefix was removed twice."""
     torch.manual_seed(0)
     model = nn.Sequential(OrderedDict((name, nn.Sequential(OrderedDict([(name, linear())]))) for name in NAMES))
     whole = copy.deepcopy(model)
@@ -54,19 +54,19 @@ def test_layers_may_be_called_as_stages_are(comm: Any, schedule: Any) -> None:
     own = next(iter(pipe.state_dict()))
     del lacking[own]
     lacking["stage1.stage0.stage0.weight"] = torch.zeros(WIDTH, WIDTH)
-    found = pipe.load_state_dict(lacking, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == ([own], ["stage1.stage0.stage0.weight"])
+    result = pipe.load_state_dict(lacking, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == ([own], ["stage1.stage0.stage0.weight"])
     pipe.close()
 
 
 def rated(named: Any) -> torch.optim.SGD:
-    """Return an optimizer in which every layer has a learning rate of its own."""
+    """Return an optimizer with a different learning rate for each layer."""
     groups = [{"params": [p], "lr": 0.1 * 0.5 ** int(n.split(".")[0])} for n, p in named]
     return torch.optim.SGD(groups, momentum=0.9)
 
 
 def test_each_parameter_keeps_the_settings_of_its_group(comm: Any) -> None:
-    """Ranks were given rank 0's learning rates; where ranks had different numbers of groups, this died."""
+    """Regression: ranks got rank 0's learning rates, and failed if their numbers of groups differed."""
     torch.manual_seed(0)
     model = nn.Sequential(*(linear() for _ in range(5)))
     whole = copy.deepcopy(model)
@@ -80,7 +80,7 @@ def test_each_parameter_keeps_the_settings_of_its_group(comm: Any) -> None:
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-        if step == 1:  # other numbers of stages, and one process, take it
+        if step == 1:  # other numbers of stages, and one process, accept it
             state, moments = pipe.gather_state_dict(), pipe.gather_optimizer_state(ours)
             pipe.close()
             torch.manual_seed(1)
@@ -102,8 +102,8 @@ def test_each_parameter_keeps_the_settings_of_its_group(comm: Any) -> None:
     pipe.close()
 
 
-def test_names_in_an_optimizer_stay_its_own(comm: Any) -> None:
-    """torch's optimizers may be made of named parameters: their groups have these names, too."""
+def test_names_in_an_optimizer_do_not_change(comm: Any) -> None:
+    """torch's optimizers accept named parameters, and then store the names in their groups."""
     torch.manual_seed(0)
     pipe = pipeline(nn.Sequential(*(linear() for _ in range(4))), comm, microbatches=2, loss=F.mse_loss)
     optimizer = torch.optim.SGD(pipe.named_parameters(), lr=0.1, momentum=0.9)
@@ -118,7 +118,7 @@ def test_names_in_an_optimizer_stay_its_own(comm: Any) -> None:
 
 
 class Tied(nn.Module):
-    """The head has the weight of the embedding."""
+    """A model whose head uses the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,8 +136,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("schedules", [("zb_v", "gpipe"), ("gpipe", "zb_v"), ("", "gpipe"), ("zb_v", "")])
-def test_a_tied_weight_has_its_state_under_each_of_its_names(comm: Any, schedules: Any) -> None:
-    """Where both its stages were on one rank, its state had one name, under which the other rank did not find it."""
+def test_a_tied_weight_stores_its_state_under_each_name(comm: Any, schedules: Any) -> None:
+    """Regression: if both stages were on one rank, the state had one name, which the other rank did not find."""
     torch.manual_seed(0)
     whole = Tied().double()
     words = torch.arange(8) % 7
@@ -173,8 +173,8 @@ def test_a_tied_weight_has_its_state_under_each_of_its_names(comm: Any, schedule
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-10, atol=1e-10)
 
 
-def test_what_does_not_fit_is_called_as_in_the_model(comm: Any) -> None:
-    """The message had the number of the stage in the name: stage1.2.bias."""
+def test_errors_use_names_of_the_model(comm: Any) -> None:
+    """Regression: the message included the number of the stage: stage1.2.bias."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(comm.size)))
     wrong = {name: torch.ones(5) if name.endswith("bias") else value for name, value in model.state_dict().items()}
     pipe = pipeline(model, comm, microbatches=2, loss=F.mse_loss)
@@ -185,8 +185,10 @@ def test_what_does_not_fit_is_called_as_in_the_model(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_what_does_not_fit_one_stage_is_said_by_all_before_a_weight_changes(comm: Any, is_traced: bool) -> None:
-    """The rank of the stage raised; the others loaded, and went on to wait for it."""
+def test_a_state_that_does_not_fit_one_stage_is_refused_by_all_before_a_weight_changes(
+    comm: Any, is_traced: bool
+) -> None:
+    """Regression: the rank of the stage raised; the others loaded, and later waited for it."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH).double()) for _ in range(comm.size)))
     model = Skipping(layers) if is_traced else layers
@@ -204,17 +206,17 @@ def test_what_does_not_fit_one_stage_is_said_by_all_before_a_weight_changes(comm
         (True, {**state, "other": torch.zeros(1)}, r"Unexpected key.*other"),
         (False, wrong, rf"(?s)size mismatch for {last}\.1\.running_var: .*{sizes}.*loss\.scale"),
     ):
-        said = ""
+        message = ""
         try:
             pipe.load_state_dict(given, strict=strict)
         except UsageError as error:
-            said = str(error)
-        assert len(set(comm.all_gather_object(said))) == 1
-        assert re.search(text, said)
+            message = str(error)
+        assert len(set(comm.all_gather_object(message))) == 1
+        assert re.search(text, message)
         assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
-    found = pipe.load_state_dict(lacking, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == ([f"{last}.0.bias"], [])
-    assert not any(pipe.load_state_dict(pipe.state_dict()))  # that of this rank's stages
+    result = pipe.load_state_dict(lacking, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == ([f"{last}.0.bias"], [])
+    assert not any(pipe.load_state_dict(pipe.state_dict()))  # the state of this rank's stages
     pipe.load_state_dict(state)
     for name, value in pipe.gather_state_dict().items():
         assert torch.equal(value, state[name])

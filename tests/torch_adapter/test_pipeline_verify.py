@@ -1,4 +1,4 @@
-"""What is cut is compared with what was whole, on copies: nothing of the model changes, nor of random numbers."""
+"""Verification compares a cut model with the whole one on copies: the model and random numbers do not change."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from commlib_torch import pipeline
 from commlib_torch.pipelines._parts import Layers
 from tests.inputs.torch_pipelines import WIDTH, batch, in_float64
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # a fixture
 
 
 class Busy(nn.Module):
-    """Counts, keeps, draws and normalises."""
+    """A layer that counts, keeps values, draws random numbers and normalises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ def busy(*, traced: bool) -> nn.Module:
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("what", ["verify", "example", "split", "schedule"])
-def test_nothing_changes(comm: Any, traced: bool, what: str) -> None:
-    """Measuring layers called hooks, counted calls and filled lists."""
+def test_verification_changes_nothing(comm: Any, traced: bool, what: str) -> None:
+    """Regression: measuring layers called hooks, counted calls and filled lists."""
     torch.manual_seed(0)
     model, called = busy(traced=traced), list[str]()
     for name, module in model.named_modules():
@@ -98,7 +98,7 @@ def _with_two(*layers: nn.Module) -> nn.Module:
 
 
 class Centred(nn.Module):
-    """Mixes rows."""
+    """A layer that mixes rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Centred(nn.Module):
 
 
 class Asking(nn.Module):
-    """Asks what torch.fx has another answer to."""
+    """A layer with a condition that torch.fx evaluates differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Asking(nn.Module):
 
 
 @pytest.mark.ranks(min=2)
-def test_what_differs_is_named_on_all_ranks(comm: Any) -> None:
+def test_a_difference_is_named_on_all_ranks(comm: Any) -> None:
     x, y = batch()
     stage = r"the output of b \(stage \d\) differs"
     several: tuple[dict[str, Any], ...] = {"verify": (x, y)}, {"example": x if comm.rank == 0 else None}
@@ -145,18 +145,18 @@ def test_what_differs_is_named_on_all_ranks(comm: Any) -> None:
         pipeline(layers, comm, microbatches=2, loss=F.mse_loss, verify=(x, y))
 
 
-def test_a_gradient_that_is_lost_is_named(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a stage does to its values."""
+def test_a_lost_gradient_is_named(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage may lose it in any way."""
     cut = Layers.cut
 
     def detached(forward: Any) -> Any:
         return lambda values: {name: value.detach() for name, value in forward(values).items()}
 
     def broken(self: Any, counts: Any) -> Any:
-        found = cut(self, counts)
-        for part in found.parts:
+        result = cut(self, counts)
+        for part in result.parts:
             part.forward = detached(part.forward)
-        return found
+        return result
 
     monkeypatch.setattr(Layers, "cut", broken)
     x, y = batch()
@@ -167,8 +167,8 @@ def test_a_gradient_that_is_lost_is_named(comm: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "pipedream"])
-def test_right_models_pass(comm: Any, name: str) -> None:
-    """Those that draw, that have several inputs, none, and tied weights."""
+def test_valid_models_pass(comm: Any, name: str) -> None:
+    """Models with random numbers, with several inputs or none, and with tied weights."""
     x, y = batch()
     options: dict[str, Any] = {"schedule": name, "microbatches": 4, "loss": F.mse_loss}
     if name == "pipedream":
@@ -197,8 +197,8 @@ def test_right_models_pass(comm: Any, name: str) -> None:
         pipeline(Several(count), comm, verify=(x, y, x), **options)
 
 
-def test_an_example_that_only_one_mode_can_run_is_enough(comm: Any) -> None:
-    """Batch norm does not train on one row; what cannot be run at all is said."""
+def test_an_example_that_runs_in_one_mode_is_enough(comm: Any) -> None:
+    """Batch norm does not train on one row; a failure in both modes is reported."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(comm.size)))
     pipeline(model, comm, microbatches=8, loss=F.mse_loss, example=batch(1)[0]).close()
     if comm.rank == 0:
@@ -209,7 +209,7 @@ def test_an_example_that_only_one_mode_can_run_is_enough(comm: Any) -> None:
 
 
 class Owner:
-    """Has a hook, and what cannot be copied."""
+    """An object with a hook and an attribute that cannot be copied."""
 
     def __init__(self) -> None:
         self.lock, self.calls = threading.Lock(), 0
@@ -218,8 +218,8 @@ class Owner:
         self.calls += 1
 
 
-def test_what_cannot_be_copied_is_shared(comm: Any) -> None:
-    """A lock in a module, or one in the owner of a hook, is no reason to measure or compare nothing."""
+def test_uncopyable_objects_are_shared(comm: Any) -> None:
+    """A lock in a module, or in the owner of a hook, does not prevent measuring and comparing."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(comm.size + 1)))
     vars(model[0])["lock"] = threading.Lock()
@@ -243,8 +243,8 @@ def test_a_forward_that_may_call_the_original_is_not_compared(comm: Any) -> None
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_a_list_with_a_forward_of_its_own_is_compared_as_it_is(comm: Any) -> None:
-    """With an example its layers were called one after another, so that a right model was refused."""
+def test_a_list_with_a_forward_is_compared_as_it_is(comm: Any) -> None:
+    """Regression: with an example its layers were called in sequence, so that a valid model was refused."""
 
     class Looped(nn.ModuleList):
         def forward(self, x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Which weights a pipeline has: those of a loss, too, and those that come from the meta device."""
+"""Weights of a pipeline include those of a loss and those from the meta device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 class Heated(nn.Module):
-    """A loss with a temperature, classes of its own, a buffer and a mode."""
+    """A loss with a temperature, learned classes, a buffer and a mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Heated(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_a_loss_with_parameters_is_trained_and_saved(comm: Any, schedule: Any) -> None:
-    """They were in no state and no optimizer, and stayed what they were."""
+    """Regression: they were missing from state and optimizers, and were not trained."""
     torch.manual_seed(0)
     model, loss = nn.Sequential(*(linear() for _ in range(2 * comm.size))), Heated()
     whole, theirs = copy.deepcopy(model), copy.deepcopy(loss)
@@ -79,8 +79,8 @@ def test_a_loss_with_parameters_is_trained_and_saved(comm: Any, schedule: Any) -
     pipe.close()
 
 
-def test_a_loss_that_has_a_weight_of_the_model(comm: Any) -> None:
-    """It is one weight with the first layer's, wherever that is."""
+def test_a_loss_with_a_weight_of_the_model(comm: Any) -> None:
+    """It is the same weight as the first layer's, wherever that is."""
 
     class Other(nn.Module):
         def __init__(self, weight: nn.Parameter) -> None:
@@ -106,8 +106,8 @@ def test_a_loss_that_has_a_weight_of_the_model(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_loss_that_uses_what_nobody_trains(comm: Any) -> None:
-    """A function hides what it uses; the first loss of all shows it."""
+def test_a_loss_with_an_untrained_weight_is_reported(comm: Any) -> None:
+    """A function hides its weights, and the first loss reveals them."""
     hidden = nn.Parameter(torch.ones((), dtype=torch.float64))
     x, y = batch()
     is_last = comm.rank == comm.size - 1
@@ -133,8 +133,8 @@ def test_a_loss_that_uses_what_nobody_trains(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_x_and_y_that_were_computed_of_what_nobody_trains(comm: Any, schedule: Any) -> None:
-    """A layer was said to use it; and the loss, too, where one rank has the first and the last stage, of x alone."""
+def test_x_and_y_computed_from_untrained_weights(comm: Any, schedule: Any) -> None:
+    """Regression: the error blamed a layer; and also the loss, if one rank had the first and the last stage."""
     torch.manual_seed(0)
     x, y = torch.ones(8, WIDTH, dtype=torch.float64), torch.zeros(8, WIDTH, dtype=torch.float64)
     encoder, texts = linear(), list[list[str]]()
@@ -175,8 +175,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
-def test_a_model_of_the_meta_device(comm: Any, assign: bool) -> None:
-    """It died in the middle of the first batch: where values go was found out while weights were nowhere."""
+def test_a_model_on_the_meta_device(comm: Any, assign: bool) -> None:
+    """Regression: it failed in the first batch, because values were traced while weights had no memory."""
     torch.manual_seed(0)
     whole = Tied().double()
     with torch.device("meta"):
@@ -199,7 +199,7 @@ def test_a_model_of_the_meta_device(comm: Any, assign: bool) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_a_rank_without_parameters(comm: Any) -> None:
-    """torch's optimizers refuse an empty list, so the same program died on one rank."""
+    """Regression: torch's optimizers refuse an empty list, so that the same program failed on one rank."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [linear(), *(nn.Tanh() for _ in range(comm.size - 1))]
     whole = copy.deepcopy(nn.Sequential(*layers))
@@ -239,21 +239,21 @@ def test_a_stage_without_parameters_that_updates_itself(comm: Any) -> None:
 
 
 class Calls(nn.Module):
-    """Calls what is no submodule of it."""
+    """Calls a layer that is not its submodule."""
 
     def __init__(self, hidden: nn.Module) -> None:
         super().__init__()
         self.hidden = [hidden]
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.hidden[0](x)
-        return found
+        result: Tensor = self.hidden[0](x)
+        return result
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_layer_that_uses_a_weight_of_another_stage(comm: Any, place: int) -> None:
-    """In a first stage nobody saw it, and it was not trained; in a last one the loss was said to use it."""
+    """Regression: in a first stage it was not noticed or trained; in a last one the error blamed the loss."""
     own, end = linear(), comm.size - 1
     between = [nn.Tanh() for _ in range(end - 1)]
     layers = [Calls(own), *between, own] if place == 0 else [own, *between, Calls(own)]
@@ -266,8 +266,8 @@ def test_a_layer_that_uses_a_weight_of_another_stage(comm: Any, place: int) -> N
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_gradients_of_rows_stay_those_of_rows(comm: Any, schedule: Any) -> None:
-    """An embedding with sparse gradients crashed in the first backward."""
+def test_sparse_gradients_stay_sparse(comm: Any, schedule: Any) -> None:
+    """Regression: an embedding with sparse gradients failed in the first backward."""
     torch.manual_seed(0)
     embedding = nn.Embedding(WIDTH, WIDTH, sparse=True, dtype=torch.float64)
     layers = nn.Sequential(embedding, *(linear() for _ in range(comm.size)))

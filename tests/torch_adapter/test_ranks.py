@@ -1,4 +1,4 @@
-"""Every call takes a communicator, a mesh with one axis and a process set as its `ranks`, with the same result."""
+"""Arguments `ranks`: a communicator, a mesh with one axis and a process set give the same result in every call."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_all_kinds_of_ranks(call: Callable[[Any], Any], comm: Any) -> None:
     expected = call(comm)
     for ranks in (Mesh(dp=2)["dp"], Mesh(tp=2), Mesh(ranks=comm, pp=2), ct.global_process_set):
         if call is mixed and isinstance(ranks, Mesh):
-            ranks = Mesh(ep=2)  # experts look for this axis
+            ranks = Mesh(ep=2)  # experts use this axis
         assert torch.equal(call(ranks), expected)
 
 
@@ -99,7 +99,7 @@ def test_a_whole_mesh_is_all_its_ranks(comm: Any, tmp_path: Path) -> None:
         ct.Checkpoint(folder, model=model(), ranks=3)  # type: ignore[arg-type]
 
 
-def test_ranks_are_given_once(comm: Any) -> None:
+def test_ranks_must_not_be_given_twice(comm: Any) -> None:
     optimizer = torch.optim.SGD(model().parameters(), 0.1)
     with pytest.raises(UsageError, match="ranks= and mesh= both say which ranks"):
         ct.DistributedOptimizer(optimizer, ranks=comm, mesh=Mesh(dp=2))

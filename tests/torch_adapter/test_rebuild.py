@@ -1,4 +1,4 @@
-"""Buckets made anew once, by the order in which gradients really become ready, the same on all ranks."""
+"""Buckets rebuilt once, in the order in which gradients become ready, identically on all ranks."""
 
 import gc
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ FORWARD = (2, 0, 3, 1)
 
 
 class Shuffled(nn.Module):
-    """Layers that are used in another order than they stand in."""
+    """Layers that are used in another order than they are listed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Shuffled(nn.Module):
 
 @pytest.fixture
 def alone() -> None:
-    """Optimizers of earlier tests that are garbage, in a cycle with their scheduler: beside them nothing overlaps."""
+    """Free optimizers of earlier tests, which form cycles with their schedulers and would prevent overlap."""
     gc.collect()
 
 
@@ -54,13 +54,13 @@ def plain(network: nn.Module) -> torch.optim.Optimizer:
 
 
 def layers_of(optimizer: Any) -> list[int]:
-    """The layers in the order in which their gradients are sent; parameters 2 i and 2 i + 1 are those of layer i."""
+    """Return the layers in the order in which gradients are sent; parameters 2 i and 2 i + 1 belong to layer i."""
     sent = [p // 2 for bucket in optimizer.reducer.buckets for p in bucket.parameters if p < 8]
     return list(dict.fromkeys(sent))
 
 
 def train_alone(comm: Any, steps: int, order: Any = lambda rank, step: FORWARD, ranks: Any = None) -> nn.Module:
-    """One process that trains on the mean of all ranks' losses; `order` None is a rank without a loss."""
+    """Train one process on the mean of all ranks' losses; `order` None is a rank without a loss."""
     network = Shuffled()
     optimizer = plain(network)
     for step in range(steps):
@@ -83,7 +83,7 @@ def train(comm: Any, optimizer: Any, network: nn.Module, steps: range, order: An
 @pytest.mark.ranks(min=2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("wrapper", ["optimizer", "module"])
-def test_the_second_backward_launches_by_the_real_order(comm: Any, wrapper: str) -> None:
+def test_the_second_backward_launches_in_the_real_order(comm: Any, wrapper: str) -> None:
     network = Shuffled()
     called: nn.Module = network
     optimizer: Any = plain(network)
@@ -109,8 +109,8 @@ def test_the_second_backward_launches_by_the_real_order(comm: Any, wrapper: str)
 
 
 @pytest.mark.ranks(min=2)
-def test_it_is_rank_0_whose_order_counts(comm: Any) -> None:
-    """Ranks whose gradients become ready in other orders, and other ones in each step."""
+def test_the_order_of_rank_0_counts(comm: Any) -> None:
+    """Gradients become ready in different orders on different ranks and in different steps."""
     orders = [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)]
 
     def order(rank: int, step: int) -> Sequence[int]:
@@ -133,8 +133,8 @@ def test_it_is_rank_0_whose_order_counts(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("overlapping", ["rank 0", "the others"])
-def test_ranks_that_overlap_and_ranks_that_do_not(comm: Any, overlapping: str, monkeypatch: Any) -> None:
-    """What pays is each rank's own judgement; rank 0's decides whether buckets are made anew, on all."""
+def test_ranks_may_differ_in_overlap(comm: Any, overlapping: str, monkeypatch: Any) -> None:
+    """Each rank judges by itself whether overlap pays; rank 0 decides for all whether buckets are rebuilt."""
     pays = (comm.rank == 0) == (overlapping == "rank 0")
     monkeypatch.setattr("commlib.data_parallel.reducer_ranks.overlap_pays", lambda *_, **__: pays)
     network = Shuffled()
@@ -147,7 +147,7 @@ def test_ranks_that_overlap_and_ranks_that_do_not(comm: Any, overlapping: str, m
 
 @pytest.mark.ranks(min=2)
 def test_without_backward_on_some_ranks(comm: Any) -> None:
-    """The first order that rank 0 sees is taken, whoever has no loss then; ranks without one take part."""
+    """The first order that rank 0 observes is used, whichever ranks lack a loss; ranks without one take part."""
 
     def order(rank: int, step: int) -> Sequence[int] | None:
         return None if rank == step or (rank == 1 and step == 1) else FORWARD
@@ -166,9 +166,9 @@ def test_without_backward_on_some_ranks(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("batches", ["more on higher ranks", "none but on rank 0", "none on rank 0"])
 def test_uneven_numbers_of_batches(comm: Any, batches: str) -> None:
-    """Ranks that have joined take part in making the buckets anew; the last one has the right weights.
+    """Ranks that have joined take part in rebuilding the buckets; the last one has the correct weights.
 
-    join() once named the highest rank where only gradients were reduced: its weights could be those of the start.
+    Regression: join() named the highest rank if only gradients were reduced, whose weights could be the initial ones.
     """
     counts = {
         "more on higher ranks": list(range(comm.size)),
@@ -190,14 +190,14 @@ def test_uneven_numbers_of_batches(comm: Any, batches: str) -> None:
     assert comm.all_gather_object(layers_of(optimizer)) == [layers_of(optimizer)] * comm.size
     if counts[0]:
         assert layers_of(optimizer) == [1, 3, 0, 2]
-    train(comm, optimizer, network, range(9, 11))  # everybody goes on together
+    train(comm, optimizer, network, range(9, 11))  # all ranks continue together
     assert_same_everywhere(comm, parameters_of(network))
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_nothing_is_made_anew_without_a_reason(comm: Any, overlap: bool) -> None:
-    """The order is that of the module, or buckets are launched at the end anyway."""
+def test_nothing_is_rebuilt_without_a_reason(comm: Any, overlap: bool) -> None:
+    """The order matches the module, or buckets are launched at the end anyway."""
     network = Shuffled()
     optimizer = wrap(network, overlap=overlap)
     engine = optimizer.reducer.engine
@@ -224,13 +224,13 @@ def test_groups_stay_together(comm: Any) -> None:
 
 @pytest.mark.parametrize("clear", ["keep", "drop"])
 def test_gradients_in_old_buckets_stay_valid(comm: Any, clear: str) -> None:
-    """Between the first backward and the second, gradients are views of buckets that are no longer used."""
+    """Between the first and the second backward, gradients are views of buckets that are no longer in use."""
     network, alone = Shuffled(), Shuffled()
     optimizer, its = wrap(network), plain(alone)
     for step in range(4):
         network(inputs_of(comm.rank, step)).backward()
         torch.stack([alone(inputs_of(rank, step)) for rank in range(comm.size)]).mean().backward()
-        if step != 2:  # a second backward adds to what was reduced
+        if step != 2:  # a second backward adds to reduced gradients
             assert_close(gradients_of(network), gradients_of(alone))
             for someone in (optimizer, its):
                 someone.step()
@@ -241,8 +241,8 @@ def test_gradients_in_old_buckets_stay_valid(comm: Any, clear: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_accumulation_afterwards(comm: Any, op: str) -> None:
-    """Two passes a step, in the second of which not every rank uses every layer."""
+def test_accumulation_after_a_rebuild(comm: Any, op: str) -> None:
+    """There are two passes per step, and some ranks skip layers in the second one."""
     scale = comm.size if op == "sum" else 1
 
     def order(rank: int, number: int) -> Sequence[int]:
@@ -265,8 +265,8 @@ def test_accumulation_afterwards(comm: Any, op: str) -> None:
 
 
 @pytest.mark.parametrize("unused", [1, 2])
-def test_parameters_unused_on_some_ranks_afterwards(comm: Any, unused: int) -> None:
-    """A layer that rank 0 used when it chose the order, and that later only some ranks use, or none."""
+def test_unused_parameters_after_a_rebuild(comm: Any, unused: int) -> None:
+    """Rank 0 used a layer when it chose the order; later only some ranks use it, or none."""
 
     def order(rank: int, step: int) -> Sequence[int]:
         used = step == 0 or (step == 1 and rank == comm.size - 1)
@@ -293,7 +293,7 @@ def test_a_parameter_that_rank_0_does_not_use_comes_last(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_with_a_table_whose_gradient_is_sparse(comm: Any) -> None:
-    """It leaves the buckets after the first step; the order is that of the second, in which it was ready."""
+    """It leaves the buckets after the first step; the second step determines the order."""
 
     class Model(nn.Module):
         def __init__(self, *, sparse: bool) -> None:

@@ -1,4 +1,4 @@
-"""Reports tell the cost of communication in each step."""
+"""Reports show the cost of communication in each step."""
 
 import time
 from typing import Any
@@ -56,12 +56,12 @@ def test_half_precision_sends_half(comm: Any) -> None:
     optimizer.step()
     report = optimizer.report
     share = 2 * (comm.size - 1) / comm.size
-    assert 0 <= report.sent_bytes - share * 200_000 <= share * 128  # a flag, padding
+    assert 0 <= report.sent_bytes - share * 200_000 <= share * 128  # a flag, and padding
     assert abs(report.uncompressed_bytes - report.sent_bytes - share * 200_000) <= 1
 
 
 @pytest.mark.ranks(min=2)
-def test_what_travels_aside_counts_too(comm: Any) -> None:
+def test_separate_transfers_count_too(comm: Any) -> None:
     class Halves:
         def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
             return tensor.half(), None
@@ -87,7 +87,7 @@ def test_what_travels_aside_counts_too(comm: Any) -> None:
     assert 0 <= optimizer.report.sent_bytes - rows <= share * 128
 
 
-def test_add_param_group_counts_on(comm: Any) -> None:
+def test_add_param_group_continues_the_counts(comm: Any) -> None:
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network[0].parameters(), lr=0.1), network.named_parameters())
     for step in range(2):

@@ -1,4 +1,4 @@
-"""What ranks along an axis must be given alike: where no whole weight felt it, each rank trained another model."""
+"""Equal inputs of ranks along an axis: without a whole weight, a difference silently trained different models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEQUENCE: Any = {"norm": Sequence(1), "up": Column(sequence=1), "down": Row(sequ
 
 
 class Block(nn.Module):
-    """Two divided layers, dropout of what is whole, and a head whose output is gathered."""
+    """Two divided layers, dropout of a whole tensor, and a head with gathered output."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         return out
 
 
-def made(kind: Any, plan: Any, axis: Any, *given: Any) -> Any:
+def build(kind: Any, plan: Any, axis: Any, *given: Any) -> Any:
     torch.manual_seed(0)
     return parallelize(kind(*given).double(), axis, plan)
 
@@ -52,9 +52,9 @@ CASES = {
 
 @pytest.mark.parametrize("late", [0, 5])
 @pytest.mark.parametrize("case", CASES)
-def test_what_no_whole_weight_feels_is_told(comm: Any, case: str, late: int) -> None:
-    """All weights are divided, so nothing was compared: losses were 0.2 on one rank and 2.4 on the other."""
-    model = made(Block, BLOCK, comm, 0.5 if case == "seeds" else 0.0)
+def test_different_inputs_without_whole_weights_are_reported(comm: Any, case: str, late: int) -> None:
+    """Regression: all weights were divided, so nothing was compared: losses were 0.2 and 2.4 on two ranks."""
+    model = build(Block, BLOCK, comm, 0.5 if case == "seeds" else 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 
     def train(step: int) -> None:
@@ -72,14 +72,14 @@ def test_what_no_whole_weight_feels_is_told(comm: Any, case: str, late: int) -> 
     with pytest.raises(MismatchError, match=rf"AdamW.step on rank {comm.rank} .*{CASES[case]}.*the same batches"):
         for step in range(8):
             train(step)
-    assert late == 0 or step == 7  # it is compared before the eighth step, and not at each
+    assert late == 0 or step == 7  # compared before the eighth step, and not in each step
 
 
-def test_masks_of_attention_are_told(comm: Any) -> None:
-    """Each rank's heads saw others of the tokens, and their outputs were added up."""
+def test_different_attention_masks_are_reported(comm: Any) -> None:
+    """Regression: heads of different ranks saw different tokens, and their outputs were summed."""
     if comm.size == 1:
         return
-    model = made(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
+    model = build(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
     x, mask = numbers(0, 2, 3, 4), torch.zeros(2, 3, dtype=torch.bool)
     mask[:, 2] = comm.rank > 0
     model(x, x, x, key_padding_mask=mask)[0].sum().backward()
@@ -87,11 +87,11 @@ def test_masks_of_attention_are_told(comm: Any) -> None:
         torch.optim.SGD(model.parameters(), 0.1).step()
 
 
-def test_infinite_masks_of_attention_are_told(comm: Any) -> None:
-    """Sums of them are no numbers: they were compared with nothing, and numpy warned."""
+def test_different_infinite_attention_masks_are_reported(comm: Any) -> None:
+    """Regression: sums of infinities are NaN, so that nothing was compared, and numpy warned."""
     if comm.size == 1:
         return
-    model = made(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
+    model = build(lambda: nn.MultiheadAttention(4, 4, bias=False, batch_first=True), {"": Column()}, comm)
     optimizer, x = torch.optim.SGD(model.parameters(), 0.0), numbers(0, 2, 3, 4)
     mask = torch.full((3, 3), -torch.inf, dtype=x.dtype).triu(1)
     with warnings.catch_warnings():
@@ -104,23 +104,23 @@ def test_infinite_masks_of_attention_are_told(comm: Any) -> None:
         optimizer.step()
 
 
-def test_nothing_is_noted_between_comparisons(comm: Any) -> None:
-    """Nor in evaluation, and never more than a step needs."""
-    model = made(Block, BLOCK, comm)
+def test_nothing_is_recorded_between_comparisons(comm: Any) -> None:
+    """Nothing is recorded in evaluation, nor more than a step needs."""
+    model = build(Block, BLOCK, comm)
     optimizer, axis = torch.optim.SGD(model.parameters(), 0.01), model.up.axis
 
     def call() -> int:
         model(numbers(0, 3, 6)).sum().backward()
         return 0 if axis.watch is None else len(axis.watch.notes)
 
-    each = 4 if comm.size > 1 else 0  # two inputs, and what comes back to two outputs
+    each = 4 if comm.size > 1 else 0  # two inputs, and the gradients of two outputs
     with torch.no_grad():
         model(numbers(0, 3, 6))
-    found = []
+    results = []
     for _ in range(9):
-        found.append(call())
+        results.append(call())
         optimizer.step()
-    assert found == [each, each, 0, each, 0, 0, 0, each, 0]  # before steps 1, 2, 4, 8
+    assert results == [each, each, 0, each, 0, 0, 0, each, 0]  # before steps 1, 2, 4, 8
     assert [call() for _ in range(100)] == [0] * 100
     if comm.size > 1:
         axis.watch.on = True
@@ -128,7 +128,7 @@ def test_nothing_is_noted_between_comparisons(comm: Any) -> None:
 
 
 class Part(nn.Module):
-    """Takes each rank's part of a sequence."""
+    """A model that takes each rank's part of a sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,13 +139,13 @@ class Part(nn.Module):
         return out
 
 
-def test_a_whole_sequence_is_no_part(comm: Any) -> None:
-    """A plan with sequence= took the whole for a part: values were right, and weights wrong after a step."""
+def test_a_whole_sequence_is_refused_as_a_part(comm: Any) -> None:
+    """Regression: a plan with sequence= took the whole for a part: only the weights after a step were wrong."""
     if comm.size == 1:
         return
     with pytest.raises(UsageError, match=r"all ranks of .* call the model with the same values.*shard_sequence"):
-        made(Part, SEQUENCE, comm)(numbers(0, 2, 6, 6))
-    model = made(Part, SEQUENCE, comm)
+        build(Part, SEQUENCE, comm)(numbers(0, 2, 6, 6))
+    model = build(Part, SEQUENCE, comm)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(numbers(comm.rank, 2, 3, 6)).square().sum().backward()
     optimizer.step()
@@ -154,9 +154,9 @@ def test_a_whole_sequence_is_no_part(comm: Any) -> None:
         optimizer.step()
 
 
-def test_positions_that_are_all_alike_are_a_part(comm: Any) -> None:
-    """Padding, say: that tells nothing of whether ranks have parts, also where one rank alone has it."""
-    model = made(Part, SEQUENCE, comm)
+def test_equal_positions_are_accepted_as_a_part(comm: Any) -> None:
+    """Padding, for example, does not show whether ranks have parts, even if only one rank has it."""
+    model = build(Part, SEQUENCE, comm)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     uneven = numbers(comm.rank, 2, 3 + (comm.rank == 0), 6)
     same = torch.ones(2, 3, 6), numbers(0, 2, 1, 6).expand(2, 3, 6), numbers(comm.rank, 2, 3, 6) * comm.rank
@@ -166,8 +166,8 @@ def test_positions_that_are_all_alike_are_a_part(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["verify", "example"])
-def test_a_batch_for_a_plan_that_takes_parts(comm: Any, way: str) -> None:
-    """Both were refused, as if the model asked for fixed numbers of features."""
+def test_batches_of_plans_that_take_parts(comm: Any, way: str) -> None:
+    """Regression: both were refused, as if the model required fixed numbers of features."""
     torch.manual_seed(0)
     model, given = Part().double(), numbers(comm.rank, 2, 3, 6)
     options: Any = {way: given}
@@ -179,10 +179,10 @@ def test_a_batch_for_a_plan_that_takes_parts(comm: Any, way: str) -> None:
         parallelize(model, comm, SEQUENCE, **options)(given)
 
 
-def test_words_that_are_divided_within_the_model_are_whole(comm: Any) -> None:
-    """With a sequence that is divided behind the embedding all ranks have the same words."""
+def test_words_are_whole_if_the_model_divides_them(comm: Any) -> None:
+    """If the sequence is divided after the embedding, all ranks have the same words."""
     plan: Any = {"0": Vocabulary(sequence=1), "1": Sequence(1), "2": Vocabulary(sequence=1, gather=True)}
-    model = made(lambda: nn.Sequential(nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 8)), plan, comm)
+    model = build(lambda: nn.Sequential(nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 8)), plan, comm)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     words = torch.arange(12).reshape(2, 6) % 8
 
@@ -196,15 +196,15 @@ def test_words_that_are_divided_within_the_model_are_whole(comm: Any) -> None:
             step((words + comm.rank) % 8)
 
 
-def test_penalties_of_a_loop_may_see_the_whole(comm: Any) -> None:
-    """By this rank's part each rank trained with another penalty, which nothing can tell."""
+def test_penalties_in_a_training_loop_use_whole_weights(comm: Any) -> None:
+    """A penalty of this rank's part would train each rank differently, which cannot be detected."""
     torch.manual_seed(0)
     plain = nn.Linear(4, 6).double()
     model = parallelize(copy.deepcopy(plain), comm, {"": Column()})
 
     def orthogonal(weight: Tensor) -> Tensor:
-        found: Tensor = (weight @ weight.T).sub(1.0).square().sum().sqrt()
-        return found
+        result: Tensor = (weight @ weight.T).sub(1.0).square().sum().sqrt()
+        return result
 
     for penalty in (
         orthogonal(tp.gather(model.weight, comm)) + tp.reduce(model.weight.square().sum(), comm).sqrt(),

@@ -1,4 +1,4 @@
-"""Divided attention of PyTorch beside plain attention: masks, inputs, whole transformers."""
+"""Divided attention of PyTorch compared with plain attention: masks, inputs, whole transformers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def tp(comm):
     return commlib.Mesh(tp=comm.size)["tp"]
 
 
-def compare(found: Pair, inputs: list[Tensor], which: tuple[int, int, int], **options: Any) -> None:
-    """Compare attention of some inputs: outputs, weights, and all gradients. which: of query, key and value."""
+def compare(models: Pair, inputs: list[Tensor], which: tuple[int, int, int], **options: Any) -> None:
+    """Compare attention: outputs, weights and all gradients. which: the inputs used as query, key and value."""
     kept, outputs = [], []
-    for model in found:
+    for model in models:
         model.zero_grad()
         own = [x.detach().clone().requires_grad_() for x in inputs]
         given = {
@@ -46,7 +46,7 @@ def compare(found: Pair, inputs: list[Tensor], which: tuple[int, int, int], **op
         assert_equal(got, expected, what)
     for index, (got, expected) in enumerate(zip(kept[1], kept[0], strict=True)):
         assert_equal(got, expected, f"input {index}")
-    assert_same_gradients(found)
+    assert_same_gradients(models)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_cross_attention(tp, kind, need_weights):
     options = KINDS[kind]
-    found = pair(tp, lambda: nn.MultiheadAttention(WIDTH, HEADS, **options), {"": Column()})
+    models = pair(tp, lambda: nn.MultiheadAttention(WIDTH, HEADS, **options), {"": Column()})
     widths = (WIDTH, options.get("kdim", WIDTH), options.get("vdim", WIDTH))
     shapes = [(QUERIES, WIDTH), (KEYS, widths[1]), (KEYS, widths[2])]
     dim = 0 if options.get("batch_first") else 1
@@ -72,44 +72,44 @@ def test_cross_attention(tp, kind, need_weights):
     how = {"need_weights": need_weights is not None, "average_attn_weights": need_weights == "mean"}
     same = widths[1] == widths[2] == WIDTH
     for which in ((0, 1, 2), (0, 1, 1)) if same else ((0, 1, 2),):
-        compare(found, batched, which, **how)
-    compare(found, [random(*s, seed=i) for i, s in enumerate(shapes)], (0, 1, 2), **how)
+        compare(models, batched, which, **how)
+    compare(models, [random(*s, seed=i) for i, s in enumerate(shapes)], (0, 1, 2), **how)
     hidden = torch.zeros(BATCH, KEYS, dtype=torch.bool)
     hidden[1, 4:] = True
     per_head = random(BATCH * HEADS, QUERIES, KEYS, seed=4)
-    compare(found, batched, (0, 1, 2), key_padding_mask=hidden, **how)
-    compare(found, batched, (0, 1, 2), attn_mask=per_head, **how)
-    compare(found, batched, (0, 1, 2), attn_mask=per_head > 0.9, key_padding_mask=hidden, **how)
-    compare(found, batched, (0, 1, 2), attn_mask=per_head[0], key_padding_mask=hidden.double(), **how)
+    compare(models, batched, (0, 1, 2), key_padding_mask=hidden, **how)
+    compare(models, batched, (0, 1, 2), attn_mask=per_head, **how)
+    compare(models, batched, (0, 1, 2), attn_mask=per_head > 0.9, key_padding_mask=hidden, **how)
+    compare(models, batched, (0, 1, 2), attn_mask=per_head[0], key_padding_mask=hidden.double(), **how)
     apart = [random(*s, seed=i) for i, s in enumerate(shapes)]
-    compare(found, apart, (0, 1, 2), attn_mask=per_head[:HEADS], key_padding_mask=hidden[1], **how)
+    compare(models, apart, (0, 1, 2), attn_mask=per_head[:HEADS], key_padding_mask=hidden[1], **how)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_self_attention(tp, need_weights, overlaps):
     for options in ({}, {"batch_first": True}):
-        found = pair(tp, partial(nn.MultiheadAttention, WIDTH, HEADS, **options), {"": Column()})
-        found.divided.axis.overlaps = overlaps
+        models = pair(tp, partial(nn.MultiheadAttention, WIDTH, HEADS, **options), {"": Column()})
+        models.divided.axis.overlaps = overlaps
         for inputs in ([random(3, 6, WIDTH)], [random(6, WIDTH)]):
             length = inputs[0].shape[-2 if options or inputs[0].dim() == 2 else 0]
             mask = torch.ones(length, length, dtype=torch.bool).triu(1)
-            compare(found, inputs, (0, 0, 0), need_weights=need_weights)
-            compare(found, inputs, (0, 0, 0), need_weights=need_weights, attn_mask=mask, is_causal=True)
-    found = pair(tp, lambda: nn.MultiheadAttention(WIDTH, HEADS), {"": Column()})
-    found.divided.axis.overlaps = overlaps
+            compare(models, inputs, (0, 0, 0), need_weights=need_weights)
+            compare(models, inputs, (0, 0, 0), need_weights=need_weights, attn_mask=mask, is_causal=True)
+    models = pair(tp, lambda: nn.MultiheadAttention(WIDTH, HEADS), {"": Column()})
+    models.divided.axis.overlaps = overlaps
     for which in ((0, 0, 1), (0, 1, 0)):  # Q and K of one tensor; Q and V
-        compare(found, [random(3, 6, WIDTH), random(3, 6, WIDTH, seed=5)], which, need_weights=need_weights)
+        compare(models, [random(3, 6, WIDTH), random(3, 6, WIDTH, seed=5)], which, need_weights=need_weights)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_attention_over_shards_of_a_sequence(tp, batch_first):
     dim = 1 if batch_first else 0
-    found = pair(tp, lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first), {"": Column(sequence=dim)})
+    models = pair(tp, lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first), {"": Column(sequence=dim)})
     whole = [random(7, 7, WIDTH, seed=seed).requires_grad_() for seed in range(2)]
     own = [own_head(tp, dim)(x.detach()).clone().requires_grad_() for x in whole]
-    expected, _ = found.plain(whole[0], whole[1], whole[1])
-    got, _ = found.divided(own[0], own[1], own[1], need_weights=False)
+    expected, _ = models.plain(whole[0], whole[1], whole[1])
+    got, _ = models.divided(own[0], own[1], own[1], need_weights=False)
     assert_equal(got, own_head(tp, dim)(expected))
     factors = random(*expected.shape, seed=3)
     (expected * factors).sum().backward()
@@ -117,7 +117,7 @@ def test_attention_over_shards_of_a_sequence(tp, batch_first):
     for one, other in zip(own, whole, strict=True):
         assert other.grad is not None
         assert_equal(one.grad, own_head(tp, dim)(other.grad))
-    assert_same_gradients(found)
+    assert_same_gradients(models)
 
 
 FEEDFORWARD: Plan = {"*linear1": Column(), "*.dropout": Sequence(-1), "*linear2": Row()}
@@ -127,35 +127,35 @@ ATTENTION: Plan = {"*self_attn": Column()}
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("plan", [{**ATTENTION, **FEEDFORWARD}, FEEDFORWARD, ATTENTION])
 def test_encoders(tp, plan, norm_first):
-    """In evaluation PyTorch's fused kernel would read divided weights, and take padding out of tensors."""
+    """In evaluation PyTorch's fused kernel would read divided weights, and remove padding from tensors."""
 
     def make():
         layer = nn.TransformerEncoderLayer(16, 4, 10, 0.0, batch_first=True, norm_first=norm_first)
         return nn.TransformerEncoder(layer, 2)
 
-    found = pair(tp, make, plan)
+    models = pair(tp, make, plan)
     x, hidden = random(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
     hidden[1, 3:] = True
-    check(tp, found, x)
-    check(tp, found, x, src_key_padding_mask=hidden)
-    for model in found:
+    check(tp, models, x)
+    check(tp, models, x, src_key_padding_mask=hidden)
+    for model in models:
         model.eval()
-    check(tp, found, x)
+    check(tp, models, x)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             for options in ({}, {"src_key_padding_mask": hidden}):
-                expected, got = found.plain(x, **options), found.divided(x, **options)
-                assert_equal(got[~hidden], expected[~hidden], tolerance=1e-11)  # it is the fused kernel's
+                expected, got = models.plain(x, **options), models.divided(x, **options)
+                assert_equal(got[~hidden], expected[~hidden], tolerance=1e-11)  # computed by the fused kernel
 
 
 def test_decoders(tp):
     plan: Plan = {"*_attn": Column(), "*linear1": Column(), "*linear2": Row()}
-    found = pair(tp, lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 10, 0.0), 2), plan)
+    models = pair(tp, lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 10, 0.0), 2), plan)
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-    check(tp, found, random(5, 3, 16), random(4, 3, 16, seed=2), tgt_mask=mask, tgt_is_causal=True)
-    for model in found:
+    check(tp, models, random(5, 3, 16), random(4, 3, 16, seed=2), tgt_mask=mask, tgt_is_causal=True)
+    for model in models:
         model.eval()
-    check(tp, found, random(5, 3, 16), random(4, 3, 16, seed=2), tgt_mask=mask)
+    check(tp, models, random(5, 3, 16), random(4, 3, 16, seed=2), tgt_mask=mask)
 
 
 @pytest.mark.parametrize("sequence", [None, 0, 1])
@@ -166,8 +166,8 @@ def test_parallel_attention(comm, tp, kv_heads, sequence):
         models = []
         for axis, along in ((alone, None), (tp, sequence)):
             torch.manual_seed(4)
-            made: Any = ParallelAttention(24, 8, axis, kv_heads=kv_heads, sequence=along, **options)
-            models.append(made.double())
+            model: Any = ParallelAttention(24, 8, axis, kv_heads=kv_heads, sequence=along, **options)
+            models.append(model.double())
         part = (lambda whole: whole) if sequence is None else own_head(tp, sequence)
         check(tp, Pair(*models), random(5, 6, 24), shards=sequence, part=part)
         each = random(5, 8, 6, 6, seed=6)
@@ -186,7 +186,7 @@ def test_the_gradient_of_a_learned_mask(comm, tp):
     assert_equal(gradients[1], gradients[0])
 
 
-def test_parallel_attention_is_that_of_pytorch(comm):
+def test_parallel_attention_matches_pytorch(comm):
     alone = comm.split(comm.rank)
     torch.manual_seed(1)
     layer = ParallelAttention(6, 2, alone, bias=False, causal=True)
@@ -196,7 +196,7 @@ def test_parallel_attention_is_that_of_pytorch(comm):
     torch.testing.assert_close(layer(x), expected @ layer.out.weight.t())
 
 
-def test_attention_made_divided(tp):
+def test_attention_constructed_divided(tp):
     torch.manual_seed(3)
     plain = nn.MultiheadAttention(16, 4)
     torch.manual_seed(3)
@@ -220,7 +220,7 @@ def test_autocast(tp):
     got.float().sum().backward()
 
 
-def test_what_does_not_fit_is_refused(tp):
+def test_mismatched_arguments_are_refused(tp):
     attention: Any = parallelize(nn.MultiheadAttention(WIDTH, HEADS), tp, {"": Column()})
     x = random(4, 2, WIDTH).float()
     cases: list[tuple[dict[str, Any], str]] = [
@@ -230,14 +230,14 @@ def test_what_does_not_fit_is_refused(tp):
         ({"attn_mask": torch.ones(4, 4, dtype=torch.int64)}, "torch.int64"),
         ({"key_padding_mask": torch.ones(3, 4)}, r"expected \[2, 4\]"),
     ]
-    for options, said in cases:
-        with pytest.raises(UsageError, match=said):
+    for options, text in cases:
+        with pytest.raises(UsageError, match=text):
             attention(x, x, x, **options)
     with pytest.raises(UsageError, match="its 5 heads"):
         parallelize(nn.MultiheadAttention(WIDTH, HEADS), tp, {"": Column(gather=True)})
     cases = [({"kv_heads": 3}, "multiple"), ({"dropout": 1.0}, "dropout")]
-    for options, said in cases:
-        with pytest.raises(UsageError, match=said):
+    for options, text in cases:
+        with pytest.raises(UsageError, match=text):
             ParallelAttention(16, 4, tp, **options)
     layer = ParallelAttention(16, 4, tp)
     with pytest.raises(UsageError, match="expected 4 heads or 1"):

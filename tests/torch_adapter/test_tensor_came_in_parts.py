@@ -1,6 +1,6 @@
-"""A model that is called with each rank's part of a sequence: what it does along that before any divided layer.
+"""Models called with each rank's part of a sequence: operations along the sequence before any divided layer.
 
-One process is the oracle: a copy of the model that was made before, called with the whole.
+The oracle is one process: an earlier copy of the model, called with the whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block(nn.Module):
         return out
 
 
-def made(before: Between) -> Block:
+def build(before: Between) -> Block:
     torch.manual_seed(0)
     return Block(before).double()
 
@@ -88,8 +88,8 @@ RIGHT: dict[str, Between] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
-    divided = parallelize(made(WRONG[name]), comm, PLAN)
+def test_operations_on_the_whole_sequence_are_refused(comm: Any, name: str) -> None:
+    divided = parallelize(build(WRONG[name]), comm, PLAN)
     with pytest.raises(
         UsageError, match=r"plan: .*(by the caller|differs from the unsharded|gathers a sequence takes an input)"
     ):
@@ -97,32 +97,32 @@ def test_what_needs_the_whole_sequence_is_refused(comm: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_goes_by_positions_is_right(comm: Any, name: str) -> None:
-    plain = made(RIGHT[name])
+def test_operations_on_single_positions_pass(comm: Any, name: str) -> None:
+    plain = build(RIGHT[name])
     x = random(2, 4 * comm.size, 8)
     expected = plain(x)
     divided = parallelize(copy.deepcopy(plain), comm, PLAN)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = divided(shard(x, comm, 1))
     assert_equal(got, shard(expected, comm, 1), name)
-    assert not [one for one in told if "plan:" in str(one.message)], name
+    assert not [one for one in caught if "plan:" in str(one.message)], name
 
 
-def test_an_example_that_is_whole_tells_too(comm: Any) -> None:
-    """With it the first call is not looked at any more."""
+def test_a_whole_example_is_checked_too(comm: Any) -> None:
+    """It replaces the check of the first call."""
     for name in ("the length", "halves", "a mean"):
         with pytest.raises(UsageError, match=r"plan: "):
-            parallelize(made(WRONG[name]), comm, PLAN, example=random(2, 4 * comm.size, 8))
-    plain = made(RIGHT["features"])
+            parallelize(build(WRONG[name]), comm, PLAN, example=random(2, 4 * comm.size, 8))
+    plain = build(RIGHT["features"])
     x = random(2, 4 * comm.size, 8)
     divided = parallelize(copy.deepcopy(plain), comm, PLAN, example=x)
     assert_equal(divided(shard(x, comm, 1)), shard(plain(x), comm, 1))
 
 
-def test_two_parts_that_meet(comm: Any) -> None:
-    """One of them comes to no divided layer by itself."""
-    plain = made(RIGHT["nothing"])
+def test_two_parts_may_be_combined(comm: Any) -> None:
+    """One of them enters no divided layer directly."""
+    plain = build(RIGHT["nothing"])
     x, other = random(2, 4 * comm.size, 8), random(1, 4 * comm.size, 1, seed=2)
     divided = parallelize(copy.deepcopy(plain), comm, PLAN)
     got = divided(shard(x, comm, 1), shard(other, comm, 1))
@@ -130,14 +130,14 @@ def test_two_parts_that_meet(comm: Any) -> None:
 
 
 def test_a_norm_in_the_plan(comm: Any) -> None:
-    plain = made(lambda m, x: m.norm(x))
+    plain = build(lambda m, x: m.norm(x))
     x = random(2, 4 * comm.size, 8)
     divided = parallelize(copy.deepcopy(plain), comm, {**PLAN, "norm": Sequence(1)})
     assert_equal(divided(shard(x, comm, 1)), shard(plain(x), comm, 1))
 
 
-def test_features_that_come_in_parts(comm: Any) -> None:
-    """A Row alone takes what its caller has divided: what comes before must go by single features."""
+def test_features_divided_by_the_caller(comm: Any) -> None:
+    """A Row without a Column takes features divided by its caller; earlier operations must treat them one by one."""
 
     class Last(nn.Module):
         def __init__(self, before: Callable[[Tensor], Tensor]) -> None:
@@ -159,10 +159,10 @@ def test_features_that_come_in_parts(comm: Any) -> None:
 
 @pytest.mark.parametrize("divided_first", [True, False])
 def test_balanced_parts_are_warned_of(comm: Any, divided_first: bool) -> None:
-    """Layers put them together in the order of the ranks: attention saw tokens in another one."""
+    """Regression: layers joined them in rank order, so that attention saw tokens in a different order."""
     axis = commlib.Mesh(tp=comm.size)["tp"]
     x = random(2, 4 * comm.size, 8)
-    model = parallelize(made(RIGHT["nothing"]), axis, PLAN)
+    model = parallelize(build(RIGHT["nothing"]), axis, PLAN)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if divided_first:
@@ -170,5 +170,5 @@ def test_balanced_parts_are_warned_of(comm: Any, divided_first: bool) -> None:
         part = shard_sequence(x, axis)
         for _ in range(2):
             model(part)
-    said = [str(one.message) for one in caught if "in the layout 'balanced'" in str(one.message)]
-    assert len(said) == (comm.rank == 0), said
+    messages = [str(one.message) for one in caught if "in the layout 'balanced'" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), messages

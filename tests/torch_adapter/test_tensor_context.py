@@ -1,4 +1,4 @@
-"""Attention over a divided sequence: that of one process, and its gradients, to the last digits."""
+"""Attention over a divided sequence matches one process, with gradients, up to rounding."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DOCUMENTS = [None, (0, 5, 6, 11), (0, 3, 11), (0, 0, 10, 11), tuple(range(12))]
 
 
 def drawn(heads: int, tokens: int, width: int, seed: int, batch: int = 2) -> Tensor:
-    """What all ranks know of the whole sequence."""
+    """Draw the whole sequence, the same on all ranks."""
     return torch.randn(batch, heads, tokens, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Any, scale: float | None = None) -> Tensor:
-    """Attention by its definition, on the whole sequence."""
+    """Compute attention by its definition on the whole sequence."""
     tokens, served = q.shape[2], q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(served, 1).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
@@ -37,13 +37,13 @@ def expected(q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Any, scal
 
 
 def own(x: Tensor, comm: Any, layout: str, dim: int = 2) -> Tensor:
-    """This rank's tokens."""
+    """Return this rank's tokens."""
     ranges = SequenceLayout(x.shape[dim], comm.size, layout).ranges(comm.rank)
     return x.index_select(dim, torch.tensor([at for part in ranges for at in part], dtype=torch.int64))
 
 
 def assert_near(got: Tensor | None, want: Tensor, whole: Tensor, tolerance: float = 1e-12) -> None:
-    """Relative to the largest element of the whole."""
+    """Compare relative to the largest element of the whole."""
     assert got is not None
     assert got.shape == want.shape
     if want.numel():
@@ -81,7 +81,7 @@ def compare(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
-def test_attention_is_that_of_one_process(comm: Any, method: str, layout: str, causal: bool, documents: Any) -> None:
+def test_attention_matches_one_process(comm: Any, method: str, layout: str, causal: bool, documents: Any) -> None:
     whole = drawn(4, 11, 6, 1), drawn(4, 11, 6, 2), drawn(4, 11, 6, 3)
     compare(comm, whole, causal=causal, documents=documents, layout=layout, method=method)
 
@@ -90,7 +90,7 @@ def test_attention_is_that_of_one_process(comm: Any, method: str, layout: str, c
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 33])
 def test_sequences_of_any_length(comm: Any, method: str, causal: bool, tokens: int) -> None:
-    """Shorter ones than there are ranks, too: then a rank has no token, and takes part."""
+    """A sequence may be shorter than the number of ranks: ranks without tokens take part."""
     for layout in LAYOUTS:
         whole = drawn(3, tokens, 5, 1), drawn(3, tokens, 5, 2), drawn(3, tokens, 5, 3)
         compare(comm, whole, causal=causal, layout=layout, method=method, length=tokens)
@@ -99,7 +99,7 @@ def test_sequences_of_any_length(comm: Any, method: str, causal: bool, tokens: i
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1), (8, 4), (3, 3), (1, 1), (12, 3)], ids=str)
 def test_grouped_queries(comm: Any, method: str, heads: tuple[int, int]) -> None:
-    """Numbers of heads that ranks do not divide, and fewer heads than ranks."""
+    """Ranks need not divide the number of heads, which may be smaller than theirs."""
     whole = drawn(heads[0], 13, 4, 1), drawn(heads[1], 13, 4, 2), drawn(heads[1], 13, 4, 3)
     compare(comm, whole, method=method)
     compare(comm, whole, method=method, documents=(0, 6, 13), layout="contiguous")
@@ -120,8 +120,8 @@ def test_dtypes(comm: Any, method: str, dtype: torch.dtype, tolerance: float) ->
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_exchanges_run_beside_computing(comm: Any, causal: bool) -> None:
-    """Where overlapping pays; here it is made to."""
+def test_exchanges_overlap_with_computation(comm: Any, causal: bool) -> None:
+    """Overlap is forced here; otherwise it is used where it pays."""
     axis = ParallelAxis(comm)
     axis.overlaps = True
     whole = drawn(2, 21, 8, 1), drawn(2, 21, 8, 2), drawn(2, 21, 8, 3)
@@ -130,7 +130,7 @@ def test_exchanges_run_beside_computing(comm: Any, causal: bool) -> None:
 
 
 def test_large_scores_stay_finite(comm: Any) -> None:
-    """Blocks whose scores are far apart: the smaller ones vanish, and nothing becomes NaN."""
+    """The scores of blocks are far apart: small ones vanish, and nothing becomes NaN."""
     q, k, v = drawn(1, 12, 4, 1), drawn(1, 12, 4, 2), drawn(1, 12, 4, 3)
     k[:, :, ::3] *= 1000
     compare(comm, (q * 10, k, v), causal=True, tolerance=1e-10)  # their gradients nearly vanish
@@ -139,7 +139,7 @@ def test_large_scores_stay_finite(comm: Any) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_inputs_that_are_not_contiguous(comm: Any, method: Any) -> None:
-    """As models have them: (batch, tokens, heads, head_dim) with two dimensions swapped."""
+    """Models have (batch, tokens, heads, head_dim) with two dimensions swapped."""
     whole: Any = [drawn(3, 10, 4, seed).detach() for seed in (1, 2, 3)]
     mine: Any = [own(x, comm, "balanced").transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in whole]
     got = attention(mine[0], mine[1], mine[2], comm, causal=True, method=method)
@@ -188,7 +188,7 @@ def test_recomputed_and_compiled(comm: Any, method: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"method": "star"}, "'star', expected 'ring' or 'all_to_all'"),
         ({"layout": "zigzag"}, "'zigzag', expected 'balanced' or 'contiguous'"),
@@ -198,13 +198,13 @@ def test_recomputed_and_compiled(comm: Any, method: Any) -> None:
     ],
     ids=str,
 )
-def test_wrong_arguments_are_refused(comm: Any, options: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_refused(comm: Any, options: dict[str, Any], text: str) -> None:
     x = own(drawn(2, 8, 4, 1), comm, "balanced")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         attention(x, x, x, comm, **options)
 
 
-def test_tensors_that_do_not_fit_are_refused(comm: Any) -> None:
+def test_mismatched_tensors_are_refused(comm: Any) -> None:
     x = own(drawn(4, 8, 4, 1), comm, "balanced")
     with pytest.raises(UsageError, match="float64, float32"):
         attention(x, x.float(), x, comm)
@@ -216,7 +216,7 @@ def test_tensors_that_do_not_fit_are_refused(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_shards_of_another_layout_are_refused_everywhere(comm: Any) -> None:
-    """On every rank, so that none waits for the others."""
+    """All ranks raise, so that none waits for the others."""
     x = drawn(1, 5 if comm.rank else 3, 4, 1)
     with pytest.raises(UsageError, match="tokens, but of"):
         attention(x, x, x, comm)
@@ -228,7 +228,7 @@ def test_shards_of_another_layout_are_refused_everywhere(comm: Any) -> None:
     [{"causal": True}, {"layout": "contiguous"}, {"documents": (0, 3, 8)}, {"method": "all_to_all"}, {"scale": 0.1}],
     ids=str,
 )
-def test_a_rank_with_other_arguments_is_told(comm: Any, other: dict[str, Any]) -> None:
+def test_different_arguments_on_a_rank_are_refused(comm: Any, other: dict[str, Any]) -> None:
     x = own(drawn(2, 8, 4, 1), comm, "contiguous")
     for _ in range(2):
         attention(x, x, x, comm, layout="contiguous")
@@ -240,6 +240,6 @@ def test_a_rank_with_other_arguments_is_told(comm: Any, other: dict[str, Any]) -
 
 
 def full() -> Tensor:
-    """The result for the last test."""
+    """The result of the last test."""
     x = drawn(2, 8, 4, 1)
     return expected(x, x, x, False, None)

@@ -1,4 +1,4 @@
-"""Windows, masks and dropout of attention over a divided sequence: softmax of the whole, by definition."""
+"""Windows, masks and dropout of attention over a divided sequence match the softmax of the whole, by definition."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawn(heads: int, width: int, seed: int, tokens: int = TOKENS) -> Tensor:
 
 
 def own(x: Tensor, comm: Any, dim: int = 2, layout: str = "balanced") -> Tensor:
-    """This rank's tokens, of a copy."""
+    """Copy this rank's tokens."""
     ranges = SequenceLayout(x.shape[dim], comm.size, layout).ranges(comm.rank)
     return x.index_select(dim, torch.tensor([at for part in ranges for at in part], dtype=torch.int64))
 
@@ -37,7 +37,7 @@ def weights_of(
     q: Tensor, k: Tensor, *, causal: bool = False, scale: float = 0.5, documents: Any = None, window: Any = (-1, -1),
     mask: Tensor | None = None, key_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Softmax of scores, by its definition; zeros where nothing is seen."""
+    """Compute the softmax of scores by its definition; rows without visible keys are zero."""
     tokens = q.shape[2]
     at = torch.arange(tokens)
     apart = at - at.unsqueeze(1)
@@ -69,9 +69,9 @@ def compare(
     whole, factors = [x.requires_grad_() for x in whole], drawn(heads, values, 4, tokens)
     mask, key_mask = options.pop("mask", None), options.pop("key_mask", None)
     learns = mask is not None and mask.dtype is not torch.bool
-    told = {name: value for name, value in options.items() if name not in ("layout", "dropout_p", "seed")}
+    arguments = {name: value for name, value in options.items() if name not in ("layout", "dropout_p", "seed")}
     reference = mask.clone().requires_grad_() if learns else mask
-    weights = weights_of(whole[0], whole[1], mask=reference, key_mask=key_mask, **told)
+    weights = weights_of(whole[0], whole[1], mask=reference, key_mask=key_mask, **arguments)
     served = heads // kv
     out = (weights if kept is None else weights * kept) @ whole[2].repeat_interleave(served, 1)
     (out * factors).sum().backward()
@@ -107,14 +107,14 @@ def floats(*shape: int, seed: int = 6) -> Tensor:
 
 
 def padded() -> Tensor:
-    """One example padded on the left, as for generation, the other one on the right."""
-    found = torch.ones(BATCH, TOKENS, dtype=torch.bool)
-    found[0, :4] = found[1, 9:] = False
-    return found
+    """One example is padded on the left, as for generation, the other one on the right."""
+    result = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    result[0, :4] = result[1, 9:] = False
+    return result
 
 
 def least(mask: Tensor) -> Tensor:
-    """As models of Hugging Face hide keys: a row of nothing but these is the mean of all values."""
+    """A mask as models of Hugging Face hide keys: a fully hidden row gives the mean of all values."""
     return torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, LEAST)
 
 
@@ -146,8 +146,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_seen_is_that_of_one_process(comm: Any, method: str, case: str) -> None:
-    """A window and a mask were not there; under a negative scale what is hidden by -inf was seen alone: NaN."""
+def test_windows_and_masks_match_one_process(comm: Any, method: str, case: str) -> None:
+    """Regression: windows and masks were missing; with a negative scale only keys hidden by -inf were seen: NaN."""
     compare(comm, method=method, **CASES[case])
 
 
@@ -161,7 +161,7 @@ def test_masks_of_other_dtypes(comm: Any, method: str, dtype: torch.dtype, near:
 
 @pytest.mark.parametrize("method", ["ring", pytest.param("all_to_all", marks=pytest.mark.long)])
 def test_long_windows_and_short_sequences(comm: Any, method: str) -> None:
-    """Blocks within a window have no masks in their middle; a rank may have no token."""
+    """Blocks inside a window need no masks; a rank may have no tokens."""
     compare(comm, tokens=700, window=(300, 0), method=method)
     for tokens in (1, 2, 3):
         compare(comm, tokens=tokens, window=(1, 0), method=method, mask=floats(HEADS, 1, tokens))
@@ -171,22 +171,22 @@ def test_long_windows_and_short_sequences(comm: Any, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mask", [(1, 1, TOKENS), (1, TOKENS, TOKENS)], ids=str)
 def test_fewer_heads_than_ranks(comm: Any, method: str, mask: tuple[int, ...]) -> None:
-    """A rank without heads takes part in the exchange of the mask, and of its gradient."""
+    """A rank without heads takes part in exchanging the mask and its gradient."""
     compare(comm, 1, heads=1, method=method, mask=floats(*mask), dropout_p=0.0, causal=True)
 
 
 def dropped(comm: Any, method: Any, rate: float, seed: int | None, tokens: int = TOKENS) -> Tensor:
-    """This rank's weights after dropout, over what they are before: values that are one of each key show them."""
+    """Return this rank's weights after dropout, relative to those before; one-hot values reveal them."""
     q, k = drawn(HEADS, 6, 1, tokens), drawn(2, 6, 2, tokens)
     values = torch.eye(tokens, dtype=torch.float64).expand(BATCH, 2, -1, -1)
     mine = [own(x, comm) for x in (q, k, values)]
-    found = attention(mine[0], mine[1], mine[2], comm, method=method, dropout_p=rate, seed=seed)
-    return found / own(weights_of(q, k, scale=6**-0.5), comm)
+    result = attention(mine[0], mine[1], mine[2], comm, method=method, dropout_p=rate, seed=seed)
+    return result / own(weights_of(q, k, scale=6**-0.5), comm)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dropped_weights_and_their_gradients(comm: Any, method: str) -> None:
-    """The same weights by both methods and in every block, and as many as said: 4 deviations of 2 * 4 * 60 * 60."""
+    """Both methods drop the same weights in every block, at the given rate: 4 deviations of 2 * 4 * 60 * 60."""
     kept = dropped(comm, method, 0.3, 7)
     torch.testing.assert_close(kept, dropped(comm, "ring", 0.3, 7), rtol=1e-9, atol=1e-9)
     assert not torch.equal(kept, dropped(comm, method, 0.3, 8))
@@ -204,8 +204,8 @@ def test_dropped_weights_and_their_gradients(comm: Any, method: str) -> None:
     assert not torch.equal(many[0, 0], many[1, 0])
 
 
-def test_heads_on_other_ranks_drop_otherwise(comm: Any) -> None:
-    """Ranks along tp have one seed, and other heads: in the stream of what is divided they draw by themselves."""
+def test_heads_on_different_ranks_have_different_dropout(comm: Any) -> None:
+    """Ranks along tp have one seed and different heads: each draws from the stream of divided tensors."""
     tp, alone = comm, comm.split(comm.rank, 0, name="alone")
     q = drawn(HEADS, 6, 1)
     for inside, is_same in ((False, True), (True, False)):
@@ -217,8 +217,8 @@ def test_heads_on_other_ranks_drop_otherwise(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.5, 0.9])
-def test_what_is_dropped_is_what_the_recipe_says(comm: Any, rate: float) -> None:
-    """So TensorFlow drops the same; here integers of 32 bits do what is said of 64."""
+def test_dropout_follows_the_documented_recipe(comm: Any, rate: float) -> None:
+    """TensorFlow then drops the same elements; 32-bit integers compute here what the recipe states in 64 bits."""
     of_rows, of_keys = start_hashes((1 << 61) + 5, rshift)
     at, rows = torch.arange(TOKENS), torch.arange(BATCH * HEADS).reshape(BATCH, HEADS, 1)
     rows = hash_number(hash_number(of_rows, rows, rshift), at, rshift)
@@ -228,8 +228,8 @@ def test_what_is_dropped_is_what_the_recipe_says(comm: Any, rate: float) -> None
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_was_dropped_is_dropped_again(comm: Any, method: Any, reentrant: bool) -> None:
-    """By a checkpoint, whose ranks have drawn other seeds: the first rank's counts. The next call drops others."""
+def test_recomputation_repeats_dropout(comm: Any, method: Any, reentrant: bool) -> None:
+    """In a checkpoint, ranks have different seeds, and the first rank's counts. The next call drops other elements."""
     q = own(drawn(HEADS, 6, 1), comm).requires_grad_()
     torch.manual_seed(3 + comm.rank)
 
@@ -267,7 +267,7 @@ def test_compiled_and_without_gradients(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         ({"dropout_p": 1.0}, "dropout_p is 1.0"),
         ({"window": 4}, "sliding window of 4096"),
@@ -281,9 +281,9 @@ def test_compiled_and_without_gradients(comm: Any) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(comm: Any, options: dict[str, Any], said: str) -> None:
+def test_mismatched_options_are_refused(comm: Any, options: dict[str, Any], text: str) -> None:
     x = own(drawn(2, 4, 1, 8), comm)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         attention(x, x, x, comm, **options)
     assert attention(x, x, x, comm).shape == x.shape
 
@@ -299,8 +299,8 @@ def test_what_does_not_fit_is_refused(comm: Any, options: dict[str, Any], said: 
         ("refused", {"dropout_p": -1.0}),
     ],
 )
-def test_one_rank_asks_otherwise(comm: Any, name: str, other: dict[str, Any]) -> None:
-    """What one rank alone may not ask for is told to those that wait for it."""
+def test_different_options_on_one_rank_are_refused(comm: Any, name: str, other: dict[str, Any]) -> None:
+    """An invalid option of one rank is reported to the ranks that wait for it."""
     x, is_last = own(drawn(2, 4, 1, 8), comm), comm.rank == comm.size - 1
     if other.get("key_mask"):
         other = {"key_mask": torch.ones(2, x.shape[2], dtype=torch.bool)}

@@ -1,4 +1,4 @@
-"""Mistral of Hugging Face, its sequence divided: a sliding window and padding, as in one process."""
+"""Mistral of Hugging Face with a divided sequence: a sliding window and padding match one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS, WORDS = 17, 31
 
 
 def test_a_sliding_window_and_padding(comm: Any) -> None:
-    """The window of a model is one token longer on the left than one counts: sliding_window=5 is (4, 0)."""
+    """The model's window includes the token itself: sliding_window=5 is (4, 0)."""
     transformers: Any = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.MistralConfig(
@@ -33,10 +33,10 @@ def test_a_sliding_window_and_padding(comm: Any) -> None:
         sliding_window: int | None = None, **_: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         window = None if sliding_window is None else (sliding_window - 1, 0)
-        found = ct.context.attention(
+        result = ct.context.attention(
             q, k, v, comm, causal=True, scale=scaling, window=window, dropout_p=dropout, **options
         )
-        return found.transpose(1, 2), None
+        return result.transpose(1, 2), None
 
     transformers.AttentionInterface.register("context", attend)
     divided = copy.deepcopy(plain)
@@ -44,7 +44,7 @@ def test_a_sliding_window_and_padding(comm: Any) -> None:
     tokens, seen = torch.randint(WORDS, (2, TOKENS)), torch.ones(2, TOKENS, dtype=torch.int64)
     seen[0, 13:] = 0
     labels = tokens.masked_fill(seen == 0, -100)
-    # Of its own loss, which is of float32, the labels alone.
+    # Its own loss is in float32, so take only the labels.
     logits = plain(tokens, attention_mask=seen).logits[:, :-1]
     expected = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
     expected.backward()
@@ -53,12 +53,12 @@ def test_a_sliding_window_and_padding(comm: Any) -> None:
         loader = ct.context.SequenceLoader([{"input_ids": tokens, "labels": labels, "attention_mask": seen}], comm)
         (batch,) = loader
         options["key_mask"] = batch["attention_mask"].bool()
-        found = divided(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        total = F.cross_entropy(found.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        result = divided(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        total = F.cross_entropy(result.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
         loss = ct.context.loss_mean(total, (batch["labels"] != -100).sum(), comm)
         (
             loss / comm.size
-        ).backward()  # as large as in one process: norms round to float32, and 3 times as much otherwise
+        ).backward()  # as large as in one process: otherwise norms, rounded to float32, differ 3 times as much
         torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
         for one, other in zip(divided.parameters(), plain.parameters(), strict=True):
             gradient = ct.all_reduce(one.grad, "sum", ranks=comm)

@@ -1,4 +1,4 @@
-"""Layers on divided features, between a Column and its Row: norms of channels and of groups, and PReLU."""
+"""Layers on divided features, between a Column and its Row: batch and group norms, and PReLU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commlib_torch.tensor import gather_optimizer_state, gather_state_dict, load
 
 @pytest.fixture(autouse=True)
 def in_float64() -> Iterator[None]:
-    """Let all of a test be in float64."""
+    """Run a whole test in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -37,7 +37,7 @@ def images(seed: int = 1) -> Tensor:
 
 
 class Block(nn.Module):
-    """That of a ResNet."""
+    """The block of a ResNet."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def close(got: Any, expected: Any, tolerance: float = 1e-10) -> None:
 @pytest.mark.parametrize("kind", ["sgd", pytest.param("adamw", marks=pytest.mark.long)])
 @pytest.mark.parametrize("plan", ["auto", pytest.param(PLAN, marks=pytest.mark.long)], ids=["auto", "plan"])
 def test_a_resnet_trains_as_in_one_process(comm: Any, plan: Any, kind: str) -> None:
-    """Each channel has its own moments, running ones, too, and each rank some channels; here also an odd number."""
+    """Each channel has its own statistics, and each rank some channels; their number is odd here."""
     plain, model = ResNet(), ResNet()
     parallelize(model, comm, plan, example=images() if plan == "auto" else None, report=lambda table: None)
     bn: Any = model.layer2[0].bn1
@@ -103,7 +103,7 @@ def test_a_resnet_trains_as_in_one_process(comm: Any, plan: Any, kind: str) -> N
     train(plain, theirs)
     state = gather_state_dict(model)
     close(state, dict(plain.state_dict()))
-    close(model.eval()(images(9)), plain.eval()(images(9)))  # with running moments
+    close(model.eval()(images(9)), plain.eval()(images(9)))  # with running statistics
     again = ResNet()  # on one rank, and then on each along the other axis
     again.load_state_dict(state)
     moments = gather_optimizer_state(ours, model.named_parameters())
@@ -116,8 +116,8 @@ def test_a_resnet_trains_as_in_one_process(comm: Any, plan: Any, kind: str) -> N
 
 
 @pytest.mark.ranks(min=4, max=4)
-def test_state_goes_to_another_number_of_ranks(comm: Any) -> None:
-    """From two ranks to four, and back."""
+def test_state_can_be_loaded_on_another_number_of_ranks(comm: Any) -> None:
+    """It moves from two ranks to four, and back."""
     mesh, plain = Mesh(dp=2, tp=2), ResNet()
     two, four = parallelize(ResNet(), mesh["tp"], PLAN), parallelize(ResNet(), comm, PLAN)
     for model in (plain, two):
@@ -136,7 +136,7 @@ def test_state_goes_to_another_number_of_ranks(comm: Any) -> None:
 
 
 def between(*layers: nn.Module) -> nn.Sequential:
-    """Return conv, layers of 8 channels, conv; no bias before the norm, whose gradient would be but rounding."""
+    """Return conv, layers of 8 channels, conv; a bias before the norm would have a gradient of mere rounding."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 8, 2, bias=False), *layers, nn.Conv2d(8, 2, 2))
     for weight in model.parameters():
@@ -163,10 +163,10 @@ EVERY: dict[str, Any] = {
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("plan", ["auto", pytest.param("first call", marks=pytest.mark.long)])
 def test_each_kind_of_layer(comm: Any, kind: str, plan: str) -> None:
-    """By `auto`, or by a plan that is checked at the first call of each kind, when the model is divided already."""
+    """`auto` divides each kind; a plan on a divided model is checked at the first call."""
     plain, x = between(*EVERY[kind]()), images()
     model, count = copy.deepcopy(plain), len(plain) - 1
-    if comm.size == 3 and kind.startswith("groups"):  # of 4, which stay whole: 3, 3 and 2 channels are none
+    if comm.size == 3 and kind.startswith("groups"):  # of 4, which stay whole: 3, 3 and 2 channels are no groups
         given: Any = "auto" if plan == "auto" else {"0": Column(), "1": Sequence(1), f"{count}": Row()}
         with pytest.raises(UsageError, match="its 4 groups cannot be split"):
             parallelize(model, comm, given, example=x, report=lambda table: None)
@@ -189,8 +189,8 @@ def test_each_kind_of_layer(comm: Any, kind: str, plan: str) -> None:
     close(model.eval()(x), plain.eval()(x))
 
 
-def test_features_behind_linear_layers(comm: Any) -> None:
-    """As in an MLP with batch norm: their dimension is the last one, too."""
+def test_features_after_linear_layers(comm: Any) -> None:
+    """In an MLP with batch norm, the features are the last dimension, too."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.0), nn.Linear(8, 2))
     model = parallelize(copy.deepcopy(plain), comm, {"0": Column(), "1": Sequence(-1), "3": Sequence(-1), "4": Row()})
@@ -201,7 +201,7 @@ def test_features_behind_linear_layers(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
-    ("column", "layer", "style", "said"),
+    ("column", "layer", "style", "text"),
     [
         (Column(parts=2), nn.BatchNorm2d(8), Sequence(1), "1 .* 2 fused parts"),
         (Column(), nn.BatchNorm2d(8), Sequence(2), r"1 has weights of dimension 1, and mixes all .*Sequence\(1\)"),
@@ -216,26 +216,26 @@ def test_features_behind_linear_layers(comm: Any) -> None:
         (Column(), nn.LocalResponseNorm(2), Sequence(1), "mixes positions of a sequence"),
     ],
 )
-def test_what_does_not_fit_is_refused(comm: Any, column: Any, layer: nn.Module, style: Any, said: str) -> None:
-    """A rank's weights must be those of the features that it has."""
+def test_mismatched_styles_are_refused(comm: Any, column: Any, layer: nn.Module, style: Any, text: str) -> None:
+    """A rank's weights must match its features."""
     model = between(copy.deepcopy(layer).double())
     before = copy.deepcopy(dict(model.state_dict()))
     plan = {"0": column, "2": Row(split=column.gather)} | ({} if style is None else {"1": style})
-    with pytest.raises(UsageError, match=f"(?s){said}"):
+    with pytest.raises(UsageError, match=f"(?s){text}"):
         parallelize(model, comm, plan, example=images())
     close(dict(model.state_dict()), before)
 
 
 @pytest.mark.ranks(min=3, max=3)
 def test_uneven_units_are_refused(comm: Any) -> None:
-    """Of 4 heads of 2 features the first of 3 ranks has 4 features, and of 8 features 3."""
+    """Of 4 heads with 2 features each, the first of 3 ranks has 4 features; of 8 features, it has 3."""
     plan: Any = {"0": Column(units=4), "1": Sequence(1), "2": Row(units=4)}
     with pytest.raises(UsageError, match=r"by 0\) in 4 units for 3 ranks"):
         parallelize(between(nn.BatchNorm2d(8)), comm, plan, example=images())
 
 
 class Slim(nn.Module):
-    """With a penalty of a norm's weights in its forward."""
+    """A model whose forward adds a penalty on a norm's weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,8 +247,8 @@ class Slim(nn.Module):
 
 
 @pytest.mark.ranks(min=2)
-def test_weights_that_are_used_elsewhere_are_not_divided(comm: Any) -> None:
-    """It would be a penalty of this rank's channels alone."""
+def test_weights_with_other_uses_are_not_divided(comm: Any) -> None:
+    """The penalty would cover only this rank's channels."""
     plan: Any = {"up": Column(), "bn": Sequence(1), "down": Row()}
     with pytest.raises(UsageError, match="bn's weight is used outside it, so it has this rank's features only"):
         parallelize(Slim(), comm, plan, example=images())
@@ -257,8 +257,8 @@ def test_weights_that_are_used_elsewhere_are_not_divided(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_moments_know_what_they_are_parts_of(comm: Any) -> None:
-    """Whatever PyTorch makes of them: copies, other dtypes, what is loaded."""
+def test_statistics_keep_their_marks(comm: Any) -> None:
+    """The marks survive copies, casts and loading."""
     model = parallelize(between(nn.BatchNorm2d(8)), comm, {"0": Column(), "1": Sequence(1), "2": Row()})
     model(images())
     state = gather_state_dict(model)
@@ -279,8 +279,8 @@ def test_moments_know_what_they_are_parts_of(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_moments_that_a_rank_saves_are_for_that_rank(comm: Any) -> None:
-    """They are of the same shape on all ranks."""
+def test_statistics_saved_by_a_rank_are_for_that_rank(comm: Any) -> None:
+    """They have the same shape on all ranks."""
     model = parallelize(between(nn.BatchNorm2d(8)), comm, {"0": Column(), "1": Sequence(1), "2": Row()})
     file = io.BytesIO()
     with pytest.warns(UserWarning, match="saves its own shards"):

@@ -1,4 +1,4 @@
-"""The first call of a divided model is checked, whichever call it is: some passed, and computed something else."""
+"""Checks of the first call of each kind of a divided model; without them some computed wrong results."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Model(nn.Module):
         return self.forward(x)
 
 
-def made(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
-    """Return a plain model, and a divided one."""
+def build(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
+    """Return a plain model and its divided copy."""
     torch.manual_seed(0)
     plain = Model(wrong).double()
     return plain, parallelize(copy.deepcopy(plain), comm, PLAN, **options)
@@ -53,13 +53,13 @@ def made(comm: Any, wrong: str = "", **options: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def warned(comm: Any, *texts: str) -> Iterator[None]:
-    """See to it that rank 0 warns so, and nobody else warns."""
+    """Check that rank 0 gives these warnings, and no other rank warns."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    said = [str(one.message) for one in caught if "plan" in str(one.message)]
-    assert len(said) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), said
-    for text, got in zip(texts, said, strict=False):
+    messages = [str(one.message) for one in caught if "plan" in str(one.message)]
+    assert len(messages) == (len(texts) if comm.rank == 0 and comm.size > 1 else 0), messages
+    for text, got in zip(texts, messages, strict=False):
         assert text in got
 
 
@@ -71,15 +71,15 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", AROUND)
-def test_a_call_around_the_model_is_told(comm: Any, way: str) -> None:
-    """It was not checked, and nobody said so."""
-    plain, model = made(comm)
+def test_a_call_that_bypasses_the_model_is_reported(comm: Any, way: str) -> None:
+    """Regression: it was silently not checked."""
+    plain, model = build(comm)
     with warned(comm, "of Model is not checked: up is called before the model itself"):
         torch.testing.assert_close(AROUND[way](model), AROUND[way](plain), rtol=0, atol=1e-12)
         AROUND[way](model)
-    with warned(comm):  # the model itself is checked all the same
+    with warned(comm):  # the model itself is still checked
         model(X)
-    _, model = made(comm, "always")
+    _, model = build(comm, "always")
     with warned(comm, "not checked"):
         AROUND[way](model)
     if way != "a layer" and comm.size > 1:
@@ -88,9 +88,9 @@ def test_a_call_around_the_model_is_told(comm: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("around", [*AROUND, "verify"])
-def test_what_is_called_around_a_model_that_was_checked(comm: Any, around: str) -> None:
-    """Layers gave their parts to whoever called them, and only before the model's first call somebody was told."""
-    plain, model = made(comm, example=X) if around != "verify" else made(comm)
+def test_calls_that_bypass_a_checked_model_are_reported(comm: Any, around: str) -> None:
+    """Regression: layers returned parts to any caller, and only calls before the model's first one were reported."""
+    plain, model = build(comm, example=X) if around != "verify" else build(comm)
     if around == "verify":
         with warned(comm):
             verify(model, plain, comm, X)
@@ -105,8 +105,8 @@ def test_what_is_called_around_a_model_that_was_checked(comm: Any, around: str) 
         copied.up(X)
 
 
-def test_what_the_model_itself_calls_is_not_told(comm: Any) -> None:
-    _, model = made(comm)
+def test_calls_within_the_model_are_not_reported(comm: Any) -> None:
+    _, model = build(comm)
     with warned(comm):
         for part in (copy.deepcopy(model), model):
             for _ in range(2):
@@ -137,9 +137,9 @@ KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("looked_at", ["a call", "example"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_of_another_kind_is_checked(comm: Any, kind: str, looked_at: str) -> None:
-    """It went another path than the one that was looked at, and gave other numbers, or a part."""
+    """Regression: it took a different path from the checked one, and returned wrong numbers, or a part."""
     wrong, call = KINDS[kind]
-    plain, model = made(comm, wrong, **({"example": X} if looked_at == "example" else {}))
+    plain, model = build(comm, wrong, **({"example": X} if looked_at == "example" else {}))
     for _ in range(2):
         torch.testing.assert_close(model(X), plain(X), rtol=0, atol=1e-12)
     for _ in range(2):
@@ -150,10 +150,10 @@ def test_a_call_of_another_kind_is_checked(comm: Any, kind: str, looked_at: str)
 
 
 def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers, keywords in another order, and the same without gradients are no other kind."""
+    """Numbers, keyword order and disabled gradients do not make another kind."""
     looks: list[Any] = []
     monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
-    _, model = made(comm)
+    _, model = build(comm)
     gate = torch.rand(4, 5, 1).double()
     for at in range(3):
         model(X, gate=gate, how=at)
@@ -175,7 +175,7 @@ class How(Enum):
 
 
 class Elsewhere(Model):
-    """Goes by what only some calls have: gradients, or the mode of a module within."""
+    """A model that depends on properties of single calls: gradients, or the mode of a submodule."""
 
     def __init__(self, goes: Callable[[Any, Tensor], bool]) -> None:
         super().__init__()
@@ -213,8 +213,8 @@ ELSEWHERE: dict[str, tuple[Callable[[Any, Tensor], bool], Callable[[Any], Any], 
 
 @pytest.mark.parametrize("looked_at", ["a call", "example", "verify"])
 @pytest.mark.parametrize("where", ELSEWHERE)
-def test_what_only_some_calls_do_is_looked_at(comm: Any, where: str, looked_at: str) -> None:
-    """Looks were without gradients, and nobody looked at what a model does with them, nor at modes of its modules."""
+def test_paths_of_single_calls_are_checked(comm: Any, where: str, looked_at: str) -> None:
+    """Regression: checks ran without gradients, and ignored paths that depend on gradients or modes of submodules."""
     goes, right, wrong = ELSEWHERE[where]
     torch.manual_seed(0)
     plain = Elsewhere(goes).double()
@@ -224,7 +224,7 @@ def test_what_only_some_calls_do_is_looked_at(comm: Any, where: str, looked_at: 
                 parallelize(copy.deepcopy(plain), comm, PLAN, **{looked_at: X})
         return
     if where == "a module within" and looked_at == "verify":
-        return  # which evaluates, and so looks at it
+        return  # which evaluates, and therefore checks it
     model = parallelize(copy.deepcopy(plain), comm, PLAN, **({} if looked_at == "a call" else {looked_at: X}))
     for _ in range(2):
         torch.testing.assert_close(right(model), right(plain), rtol=0, atol=1e-12)
@@ -235,20 +235,20 @@ def test_what_only_some_calls_do_is_looked_at(comm: Any, where: str, looked_at: 
     torch.testing.assert_close(right(model), right(plain), rtol=0, atol=1e-12)
 
 
-def test_more_kinds_than_are_checked_are_told(comm: Any) -> None:
-    """Each is looked at by running the model again: what changes with every call is not, for ever."""
-    _, model = made(comm)
+def test_too_many_kinds_of_calls_are_reported(comm: Any) -> None:
+    """Each check runs the model again, so calls that always change are not checked for ever."""
+    _, model = build(comm)
     with warned(comm, "Model is called in more than 8 ways"):
         for at in range(11):
             model(X, how=f"number {at}")
 
 
-def test_a_model_that_was_evaluated_first_is_checked_when_it_is_trained(comm: Any) -> None:
-    """The first call was checked, and that was of another kind."""
-    _, model = made(comm, "training")
+def test_a_model_evaluated_first_is_checked_when_it_trains(comm: Any) -> None:
+    """Regression: only the first call was checked, which was of another kind."""
+    _, model = build(comm, "training")
     for mode in (False, False, True, True, False):
         model.train(mode)
-        if mode:  # and refused again
+        if mode:  # refused again
             with pytest.raises(UsageError, match="softmax"):
                 model(X)
         else:
@@ -267,7 +267,7 @@ class Options:
 
 
 class Other(Model):
-    """Goes by something else than flags and strings."""
+    """A model that depends on arguments other than flags and strings."""
 
     def forward(self, x: Any, given: Any = None, how: Any = "") -> Any:
         h = self.up(x.x if isinstance(x, Given) else x).relu()
@@ -332,8 +332,8 @@ OTHERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_tells_a_kind(comm: Any, name: str) -> None:
-    """The second call passed, and was wrong."""
+def test_kinds_of_calls_are_distinguished(comm: Any, name: str) -> None:
+    """Regression: the second call silently gave a wrong result."""
     right, wrong = OTHERS[name]
     torch.manual_seed(0)
     model = parallelize(Other().double(), comm, PLAN)
@@ -344,7 +344,7 @@ def test_what_tells_a_kind(comm: Any, name: str) -> None:
 
 
 class Failing(Model):
-    """Fails until it is told not to, or only when it is looked at."""
+    """A model that fails until a flag is cleared, or only during a check."""
 
     fails: bool | str = True
 
@@ -355,8 +355,8 @@ class Failing(Model):
         return super().forward(x, gate, how)
 
 
-def test_a_call_that_failed_is_no_check(comm: Any) -> None:
-    """The next one of its kind passed unseen."""
+def test_a_failed_call_is_no_check(comm: Any) -> None:
+    """Regression: the next call of its kind was not checked."""
     torch.manual_seed(0)
     model: Any = parallelize(Failing("always").double(), comm, PLAN)
     with pytest.raises(ValueError, match="not yet"):
@@ -368,8 +368,8 @@ def test_a_call_that_failed_is_no_check(comm: Any) -> None:
                 model(X)
 
 
-def test_calls_that_fail_again_and_again_are_told(comm: Any) -> None:
-    """No more are looked at then, and the one that did not fail passed in silence."""
+def test_repeated_failures_are_reported(comm: Any) -> None:
+    """Regression: checks stopped, and a later successful call silently passed."""
     torch.manual_seed(0)
     model: Any = parallelize(Failing("always").double(), comm, PLAN)
     with warned(comm, "Failing has failed 3 times in the check of such a call"):
@@ -378,7 +378,7 @@ def test_calls_that_fail_again_and_again_are_told(comm: Any) -> None:
                 model(X)
 
 
-def test_a_look_that_fails_alone_is_told(comm: Any) -> None:
+def test_a_check_that_fails_alone_is_reported(comm: Any) -> None:
     torch.manual_seed(0)
     model: Any = parallelize(Failing().double(), comm, PLAN)
     model.fails = "looks"
@@ -390,7 +390,7 @@ def test_a_look_that_fails_alone_is_told(comm: Any) -> None:
 
 
 class Scaled(nn.Module):
-    """Divides by the number of features, which no rule sees, in training alone."""
+    """Divides by the number of features, only in training, which no rule detects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,8 +403,8 @@ class Scaled(nn.Module):
         return out
 
 
-def test_verify_does_not_stand_for_training(comm: Any) -> None:
-    """It compares in evaluation mode, and what a model does in training alone had passed."""
+def test_verify_does_not_replace_the_check_of_training(comm: Any) -> None:
+    """Regression: verify compares in evaluation mode, and errors only in training passed."""
     torch.manual_seed(0)
     plain = Scaled()
     model: Any = parallelize(copy.deepcopy(plain), comm, PLAN, verify=X)
@@ -415,7 +415,7 @@ def test_verify_does_not_stand_for_training(comm: Any) -> None:
 
 
 class Outer(nn.Module):
-    """Makes a gate outside of what is divided."""
+    """A model that computes a gate outside of its divided part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,22 +427,22 @@ class Outer(nn.Module):
         return out
 
 
-def test_a_gradient_that_leaves_in_parts_is_refused(comm: Any) -> None:
-    """The weights that made a value outside of the divided model got a part of their gradient."""
+def test_a_partial_gradient_of_an_outer_value_is_refused(comm: Any) -> None:
+    """Regression: weights outside of the divided model received a part of their gradient."""
     model = Outer()
     parallelize(model.inner, comm, PLAN)
     with torch.no_grad():
-        model(X)  # nobody takes gradients
+        model(X)  # without gradients
     with pytest.raises(UsageError, match=r"mul.*input 1.*partial gradient of it.*outside the sharded model"):
         model(X)
 
 
-def test_a_value_from_outside_may_enter_by_a_column(comm: Any) -> None:
+def test_an_outer_value_may_enter_a_column(comm: Any) -> None:
     torch.manual_seed(0)
     plain: Any = nn.Sequential(nn.Linear(8, 8), Model(), nn.Linear(8, 8)).double()
     model = copy.deepcopy(plain)
     parallelize(model[1], comm, PLAN)
-    gate = torch.rand(4, 5, 1).double()  # that nobody learns
+    gate = torch.rand(4, 5, 1).double()  # not trained
     for one in (plain, model):
         one[2](one[1](one[0](X), gate)).square().sum().backward()
     torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=1e-11, atol=1e-11)
@@ -458,8 +458,8 @@ def compiler() -> Iterator[None]:
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_compiled_model_is_checked(comm: Any, backend: str) -> None:
-    """What was compiled before its first call was never checked."""
-    plain, model = made(comm)
+    """Regression: a model compiled before its first call was never checked."""
+    plain, model = build(comm)
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
         for one in (plain, compiled):
@@ -469,20 +469,20 @@ def test_a_compiled_model_is_checked(comm: Any, backend: str) -> None:
         with pytest.raises(UsageError, match="softmax"):
             compiled(X, how=True)  # another kind of call
         with pytest.raises(UsageError, match="softmax"):
-            torch.compile(made(comm, "always")[1], backend=backend)(X)
+            torch.compile(build(comm, "always")[1], backend=backend)(X)
 
 
 @pytest.mark.usefixtures("compiler")
 def test_one_graph_is_refused(comm: Any) -> None:
-    """It was, with advice for those who work on the compiler."""
+    """Regression: the error gave advice for developers of the compiler."""
     if comm.size > 1:
         with pytest.raises(Exception, match="leave out fullgraph=True"):
-            torch.compile(made(comm, example=X)[1], backend="eager", fullgraph=True)(X)
+            torch.compile(build(comm, example=X)[1], backend="eager", fullgraph=True)(X)
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_fails_before_others_meet(comm: Any) -> None:
-    """It says with what; the others, which go on to where it never comes, hear of it and do not wait for ever."""
+def test_a_rank_that_fails_before_communication(comm: Any) -> None:
+    """It reports its error; the others receive the error and do not wait for ever."""
 
     def fail(layer: nn.Module, given: Any, out: Tensor) -> None:
         if comm.rank == 0 and out.shape[-1] != 12:
@@ -490,15 +490,15 @@ def test_a_rank_that_fails_before_others_meet(comm: Any) -> None:
 
     model = Model()
     model.up.register_forward_hook(fail)
-    with pytest.raises((UsageError, MismatchError)) as told:
+    with pytest.raises((UsageError, MismatchError)) as error:
         parallelize(model.double(), comm, PLAN, example=X)
-    assert comm.rank or ("the sharded model fails" in str(told.value) and "of a part" in str(told.value))
+    assert comm.rank or ("the sharded model fails" in str(error.value) and "of a part" in str(error.value))
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_go_other_ways(comm: Any) -> None:
-    """Both were ways of a new kind, so that all looked, and none knew of the other's."""
+def test_ranks_on_different_paths(comm: Any) -> None:
+    """Regression: both paths were new kinds, so that all ranks checked, without comparing the paths."""
 
     class Ways(Model):
         def forward(self, x: Tensor, gate: Tensor | None = None, how: Any = "") -> Any:
@@ -509,14 +509,14 @@ def test_ranks_that_go_other_ways(comm: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(X, how="tanh" if comm.rank else None)
-    said = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
-    assert len(said) == (comm.rank == 0), said
+    messages = [str(one.message) for one in caught if "run other operations in this call" in str(one.message)]
+    assert len(messages) == (comm.rank == 0), messages
 
 
 @pytest.mark.ranks(min=2)
-def test_a_flag_that_one_rank_gives_alone(comm: Any) -> None:
-    """The others go on without a look, to their next call: whoever looks says of what."""
-    _, model = made(comm)
+def test_a_flag_given_on_one_rank_only(comm: Any) -> None:
+    """The others continue without a check to their next call; the error names the call that is checked."""
+    _, model = build(comm)
     model(X)
     with pytest.raises(MismatchError) as caught:
         for _ in range(3):
@@ -526,8 +526,8 @@ def test_a_flag_that_one_rank_gives_alone(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("option", ["example", "verify"])
-def test_weights_that_autocast_has_cast_before(comm: Any, option: str) -> None:
-    """It kept those of the whole model, whose parameters are parts by now: these were refused."""
+def test_weights_cached_by_autocast(comm: Any, option: str) -> None:
+    """Regression: the cache held whole weights, whose parameters had become parts: they were refused."""
     torch.manual_seed(0)
     plain, x = Model(), X.float()
     model = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""Graphs, transforms and modes around a model that is divided: right as in one process, or an error that says why."""
+"""Graphs, transforms and modes around a divided model match one process, or raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from commlib.errors import UsageError
 from commlib.tensor_parallel import Column, Plan, Row, Vocabulary
 from commlib_torch.tensor import parallelize
 from tests.torch_adapter.pairs import Mlp, is_right
-from tests.torch_adapter.test_tensor_unknown import made, rows
+from tests.torch_adapter.test_tensor_unknown import build_model, rows
 
 PLAN: Plan = {"up": Column(), "down": Row()}
 
 
 class Energy(nn.Module):
-    """A model that returns the gradient of what it computes, as models of molecules do."""
+    """Returns the gradient of its result, as models of molecules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class Energy(nn.Module):
 
 
 def slope(h: Tensor) -> Tensor:
-    """The gradient of elements that a layer has made, which has no graph where no gradients are computed."""
-    found: Tensor = torch.autograd.grad((h**3).sum(), h, create_graph=True)[0]
-    return found
+    """Return the gradient of a layer's elements, which have no graph if gradients are disabled."""
+    result: Tensor = torch.autograd.grad((h**3).sum(), h, create_graph=True)[0]
+    return result
 
 
 class Saving(nn.Module):
-    """A checkpoint that knows `backward()` alone."""
+    """A checkpoint that supports only `backward()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ def tp(comm: Any) -> Any:
 
 @pytest.mark.ranks(max=3)
 class TestGraphs:
-    def test_one_from_before(self, tp: Any) -> None:
-        """A loss of before, in a variable, let each later backward fail: its graph knew the weights' shapes."""
-        model = made(Mlp, torch.tanh)
+    def test_an_earlier_graph(self, tp: Any) -> None:
+        """Regression: an earlier loss in a variable broke later backwards: its graph expected the old shapes."""
+        model = build_model(Mlp, torch.tanh)
         plain, heard = copy.deepcopy(model), list[torch.Size]()
         model.up.weight.register_hook(lambda gradient: heard.append(gradient.shape))
         before = model(rows())
@@ -93,8 +93,8 @@ class TestGraphs:
     @pytest.mark.parametrize("way", ["first call", "example", "verify"])
     @pytest.mark.parametrize("kind", ["energy", "slope"])
     def test_gradients_within_a_model(self, tp: Any, kind: str, way: str) -> None:
-        """Looks left graphs, and looked without gradients where a model asks for some."""
-        model = made(lambda _: Energy() if kind == "energy" else Mlp(slope), None)
+        """Regression: checks left graphs behind, or disabled gradients that the model needs."""
+        model = build_model(lambda _: Energy() if kind == "energy" else Mlp(slope), None)
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -102,16 +102,16 @@ class TestGraphs:
             parallelize(model, tp, PLAN, **options)
             is_right(plain, model, rows())
 
-    def test_checkpoints_that_know_backward_alone(self, tp: Any) -> None:
-        model = made(lambda _: Saving(), None)
+    def test_checkpoints_that_support_only_backward(self, tp: Any) -> None:
+        model = build_model(lambda _: Saving(), None)
         plain = copy.deepcopy(model)
         parallelize(model, tp, {"pair.up": Column(), "pair.down": Row()}, verify=rows())
         is_right(plain, model, rows())
 
     @pytest.mark.parametrize("style", [Row(), Row(split=True), Row(sequence=1)], ids=str)
     def test_selective_checkpoints(self, tp: Any, style: Row) -> None:
-        """They keep results of products, which a Row had added up in the same memory: gradients were others."""
-        model = made(lambda _: Selective(), None)
+        """Regression: they keep results of products, which a Row had summed in place, so that gradients were wrong."""
+        model = build_model(lambda _: Selective(), None)
         plain, up = copy.deepcopy(model), Column(gather=style.split)
         parallelize(model, tp, {"up": up, "down": style, "last": Column(sequence=style.sequence, gather=True)})
         x, other = (rows().requires_grad_() for _ in range(2))
@@ -124,7 +124,7 @@ class TestGraphs:
 
 @pytest.mark.ranks(min=2, max=3)
 class Counted(nn.Module):
-    """Takes so many features, and no other number."""
+    """A model that accepts one number of features."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class TestRefused:
     @pytest.mark.parametrize("way", ["grad", "functional_call", "vmap"])
     @pytest.mark.parametrize("checked", [True, False])
     def test_transforms_of_functions(self, tp: Any, way: str, checked: bool) -> None:
-        model: Any = parallelize(made(Mlp, torch.tanh), tp, PLAN, example=rows() if checked else None)
+        model: Any = parallelize(build_model(Mlp, torch.tanh), tp, PLAN, example=rows() if checked else None)
 
         def of_weights(weights: Any) -> Any:
             return torch.func.functional_call(model, weights, (rows(),)).sum()
@@ -157,37 +157,37 @@ class TestRefused:
             calls[way]()
 
     def test_inference_mode(self, tp: Any) -> None:
-        """What is divided there cannot be trained, as an error of a later step said."""
+        """Parameters divided in inference mode could not be trained, which only a later step reported."""
         with torch.inference_mode(), pytest.raises(UsageError, match=r"outside"):
-            parallelize(made(Mlp, torch.tanh), tp, PLAN, example=rows())
+            parallelize(build_model(Mlp, torch.tanh), tp, PLAN, example=rows())
 
     def test_a_lazy_layer(self, tp: Any) -> None:
-        """An error of torch's own came, which did not name the layer, nor what to do."""
-        model = made(Mlp, torch.tanh)
+        """Regression: torch's own error named neither the layer nor a remedy."""
+        model = build_model(Mlp, torch.tanh)
         model.never = nn.LazyLinear(3)
         with pytest.raises(UsageError, match=r"parallelize: layer never \(LazyLinear\) is lazy: .* run the model once"):
             parallelize(model, tp, PLAN)
 
-    def test_a_layer_that_is_not_called(self, tp: Any) -> None:
-        """Attention takes the weights of its last layer: the product failed with shapes of nobody's."""
+    def test_a_layer_that_is_bypassed(self, tp: Any) -> None:
+        """Attention reads its last layer's weights directly: the product failed with meaningless shapes."""
         model = nn.Sequential(nn.MultiheadAttention(8, 4))
         with pytest.raises(UsageError, match=r"0\.out_proj is a layer that 0 does not call.*Column"):
             parallelize(model, tp, {"0.out_proj": Row()})
 
-    def test_what_fails_with_a_part(self, tp: Any) -> None:
-        """The user was shown PyTorch's error alone, and not that the plan is to blame."""
+    def test_a_failure_caused_by_a_part(self, tp: Any) -> None:
+        """Regression: the user saw only PyTorch's error, and not that the plan caused it."""
         plain = nn.Sequential(nn.Conv2d(3, 6, 1), Counted(6), nn.Conv2d(6, 4, 1))
         x = torch.rand(2, 3, 4, 4)
         model = parallelize(plain, tp, {"0": Column(), "2": Row()})
         with pytest.raises(UsageError, match=r"with this rank's shard the model fails, after 0 .*num_features"):
             model(x)
-        with pytest.raises(RuntimeError, match="expected input"):  # which the whole refuses, too
+        with pytest.raises(RuntimeError, match="expected input"):  # which the whole model refuses, too
             parallelize(nn.Sequential(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 4, 1)), tp, {"0": Column(), "1": Row()})(
                 x[:, :2]
             )
 
     def test_weights_of_another_shape(self, tp: Any) -> None:
-        """`resize_token_embeddings` puts a whole table in the place of a part: other words were looked up."""
+        """Regression: `resize_token_embeddings` replaced a part by a whole table, so that lookups were wrong."""
         words = torch.arange(6).reshape(2, 3)
         model: Any = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6))
         parallelize(model, tp, {"0": Vocabulary(), "1": Vocabulary(gather=True)}, example=words)

@@ -1,6 +1,6 @@
-"""Models of Hugging Face, built from small configurations: `auto` divides them, and they compute what one process does.
+"""Models of Hugging Face, built from small configurations: `auto` divides them, and results match one process.
 
-The oracle is the same model from the same state, whole, in one process.
+The oracle is the same model from the same state, undivided, in one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.ranks(min=2, max=2), pytest.mark.any_mpi]
 
 
 class Kind(NamedTuple):
-    """A model's class, its configuration's and what that is given."""
+    """The class of a model, the class of its configuration, and the arguments of that."""
 
     model: str
     config: str
@@ -104,13 +104,13 @@ def axis():
     return commlib.Mesh(tp=-1)["tp"]
 
 
-def made(name: str, **more: Any) -> Any:
-    """Return a model in float64, with weights of the same seed on every rank, biases and norms included."""
+def build(name: str, **more: Any) -> Any:
+    """Return a model in float64; weights, biases and norms have the same seed on every rank."""
     kind = KINDS[name]
     torch.manual_seed(0)
     model = getattr(transformers, kind.model)(getattr(transformers, kind.config)(**kind.sizes, **more)).double()
     if name == "mixtral":
-        model.set_experts_implementation("eager")  # the other one has no float64
+        model.set_experts_implementation("eager")  # the default one does not support float64
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -119,7 +119,7 @@ def made(name: str, **more: Any) -> Any:
 
 
 def batch(name: str, rows: int = 2) -> dict[str, Tensor]:
-    """Return what a model is called with: the same on every rank."""
+    """Return the model's arguments, the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     if name == "vit":
         images = torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64)
@@ -129,9 +129,9 @@ def batch(name: str, rows: int = 2) -> dict[str, Tensor]:
 
 
 def divided(axis, name: str, plan: Any = "auto", **more: Any) -> Pair:
-    """Return a model, whole and divided."""
-    plain, example = made(name, **more), batch(name)
-    if name == "gpt_bigcode":  # with a mask it repeats its head of keys, and that is to be seen
+    """Return a whole model and its divided copy."""
+    plain, example = build(name, **more), batch(name)
+    if name == "gpt_bigcode":  # with a mask it repeats its head of keys, which must be detected
         example["attention_mask"] = torch.ones_like(example["input_ids"])
         example["attention_mask"][0, :3] = 0
     return Pair(plain, parallelize(copy.deepcopy(plain), axis, plan, example=example, report=lambda text: None))
@@ -139,7 +139,7 @@ def divided(axis, name: str, plan: Any = "auto", **more: Any) -> Pair:
 
 @pytest.fixture(scope="module")
 def kept(axis):
-    """Return what makes a model once, and divides it by `auto`: no warning is given."""
+    """Return a function that builds a model once and divides it by `auto` without a warning."""
 
     @functools.cache
     def of(name: str) -> Pair:
@@ -150,16 +150,16 @@ def kept(axis):
     return of
 
 
-def assert_same_step(found: Pair, given: dict[str, Tensor]) -> None:
-    """Compare losses, logits and the gradients of all weights, relative to the largest of them."""
-    results = [model(**given) for model in found]
-    for model, result in zip(found, results, strict=True):
+def assert_same_step(models: Pair, given: dict[str, Tensor]) -> None:
+    """Compare losses, logits and gradients of all weights relative to the largest."""
+    results = [model(**given) for model in models]
+    for model, result in zip(models, results, strict=True):
         model.zero_grad()
         result.loss.backward()
     assert_equal(results[1].loss.detach(), results[0].loss.detach(), "loss", TOLERANCE)
     assert_equal(results[1].logits.detach(), results[0].logits.detach(), "logits", TOLERANCE)
-    largest = max(float(one.grad.abs().max()) for one in found.plain.parameters() if one.grad is not None)
-    for (name, plain), own in zip(found.plain.named_parameters(), found.divided.parameters(), strict=True):
+    largest = max(float(one.grad.abs().max()) for one in models.plain.parameters() if one.grad is not None)
+    for (name, plain), own in zip(models.plain.named_parameters(), models.divided.parameters(), strict=True):
         assert (plain.grad is None) == (own.grad is None), name
         if plain.grad is not None:
             shard = shard_of(own)
@@ -167,52 +167,52 @@ def assert_same_step(found: Pair, given: dict[str, Tensor]) -> None:
             torch.testing.assert_close(own.grad, expected, rtol=0, atol=TOLERANCE * largest, msg=name)
 
 
-def assert_is_divided(found: Pair) -> None:
-    """Expect little more than half of the parameters on a rank; experts, which are no part of this, left out."""
+def assert_is_divided(models: Pair) -> None:
+    """Check that a rank has little more than half of the parameters, not counting experts."""
     own, whole = (
         sum(one.numel() for name, one in model.named_parameters() if ".experts." not in name)
-        for model in reversed(found)
+        for model in reversed(models)
     )
     assert own / whole <= 0.55
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_auto_divides_a_model(kept, name):
-    """Angles of RoPE, empty caches and tied biases left 0.67 to 0.97 of it on each rank, of BERT all."""
-    found = kept(name)
-    assert_is_divided(found)
-    assert found.divided.config.to_dict() == found.plain.config.to_dict()  # an attention of Phi-3 has its own numbers
-    assert_same_step(found, batch(name))
-    state = gather_state_dict(found.divided)
-    assert state.keys() == found.plain.state_dict().keys()
-    found.divided.load_state_dict(state)  # a bias of BERT has two names, of which one knew of no parts
-    assert_same_step(found, batch(name, rows=3))
+    """Regression: angles of RoPE, empty caches and tied biases left 0.67 to 0.97 of it on each rank, of BERT all."""
+    models = kept(name)
+    assert_is_divided(models)
+    assert models.divided.config.to_dict() == models.plain.config.to_dict()  # an attention of Phi-3 has its own numbers
+    assert_same_step(models, batch(name))
+    state = gather_state_dict(models.divided)
+    assert state.keys() == models.plain.state_dict().keys()
+    models.divided.load_state_dict(state)  # a bias of BERT has two names, one of which was not marked as a part
+    assert_same_step(models, batch(name, rows=3))
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_generates_the_same(kept, name):
-    """Keys and values of a rank's heads stay in its cache."""
-    found, words = kept(name), batch(name)["input_ids"]
+    """The cache keeps keys and values of the rank's heads."""
+    models, words = kept(name), batch(name)["input_ids"]
     mask = torch.ones_like(words)
     mask[0, :3] = 0  # padded
     for options in ({}, {"attention_mask": mask}, {"use_cache": False}):
         tokens = [
             model.eval().generate(words, do_sample=False, max_new_tokens=6, pad_token_id=0, **options)
-            for model in found
+            for model in models
         ]
         assert torch.equal(*tokens), options
-    for model in found:
+    for model in models:
         model.train()
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 def test_gradient_checkpointing(kept, name, use_reentrant):
-    found = kept(name)
-    for model in found:
+    models = kept(name)
+    for model in models:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    assert_same_step(found, batch(name))
-    for model in found:
+    assert_same_step(models, batch(name))
+    for model in models:
         model.gradient_checkpointing_disable()
 
 
@@ -226,29 +226,29 @@ def test_masks_and_other_attention(axis, name, options):
         given["attention_mask"][0, -3:] = 0
     elif not options:
         return
-    plain = made(name, **options)
-    found = Pair(plain, parallelize(copy.deepcopy(plain), axis, "auto", verify=given, report=lambda text: None))
-    assert_is_divided(found)
-    assert_same_step(found, given)
+    plain = build(name, **options)
+    models = Pair(plain, parallelize(copy.deepcopy(plain), axis, "auto", verify=given, report=lambda text: None))
+    assert_is_divided(models)
+    assert_same_step(models, given)
 
 
 @pytest.mark.parametrize("units", [False, True])
-def test_own_plan_of_llama_gives_no_warning(axis, units):
-    """The head of keys that a rank has was taken for features, and what meets it refused."""
+def test_llamas_own_plan_gives_no_warning(axis, units):
+    """Regression: a rank's head of keys was taken for features, and its operations were refused."""
     plan: dict[str, Style] = {f"*.{name}_proj": Column() for name in ("q", "k", "v", "gate", "up")}
     plan |= {f"*.{name}_proj": Row() for name in ("o", "down")}
     if units:
         plan |= {"*.q_proj": Column(units=4), "*.o_proj": Row(units=4)}
         plan |= {f"*.{name}_proj": Column(units=2) for name in ("k", "v")}
-    plain = made("llama")
+    plain = build("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = Pair(plain, parallelize(copy.deepcopy(plain), axis, plan))
-        assert_same_step(found, batch("llama", rows=1))
+        models = Pair(plain, parallelize(copy.deepcopy(plain), axis, plan))
+        assert_same_step(models, batch("llama", rows=1))
 
 
 def trained(model: Any, rows: Tensor, count: int, folder: Any, optimizer: Any = None) -> Any:
-    """Let `transformers.Trainer` train a model for two steps, of two batches of `count` rows each."""
+    """Train a model with `transformers.Trainer` for two steps, each of two batches of `count` rows."""
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
@@ -270,32 +270,32 @@ def trained(model: Any, rows: Tensor, count: int, folder: Any, optimizer: Any = 
     return trainer
 
 
-def assert_trained_alike(found: Pair, trainers: list[Any]) -> None:
-    """Compare weights, and norms of gradients before they were clipped."""
+def assert_trained_alike(models: Pair, trainers: list[Any]) -> None:
+    """Compare weights, and norms of unclipped gradients."""
     norms = [[line["grad_norm"] for line in one.state.log_history if "grad_norm" in line] for one in trainers]
     assert len(norms[0]) == 2 and min(norms[0]) > 1
     assert norms[1] == pytest.approx(norms[0], abs=1e-9)
-    plain = found.plain.state_dict()
-    for name, value in gather_state_dict(found.divided).items():
+    plain = models.plain.state_dict()
+    for name, value in gather_state_dict(models.divided).items():
         assert_equal(value, plain[name], name, 1e-9)  # AdamW divides by roots of squares of gradients
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_trainer_trains_divided_models(axis, tmp_path, name):
-    """Its clipping is PyTorch's, over parts; what it would save is one rank's, and refused."""
+    """Its clipping is PyTorch's, over parts; saving would write one rank's parts, and is refused."""
     words = torch.randint(1, WORDS, (8, TOKENS), generator=torch.Generator().manual_seed(2))
-    found = divided(axis, name)
-    trainers = [trained(model, words, 2, tmp_path) for model in found]
-    assert_trained_alike(found, trainers)
+    models = divided(axis, name)
+    trainers = [trained(model, words, 2, tmp_path) for model in models]
+    assert_trained_alike(models, trainers)
     with pytest.raises(UsageError, match="gather_state_dict"):
         trainers[1].save_model(str(tmp_path))
 
 
 def test_trainer_averages_gradients(comm, tmp_path):
-    """It wraps the optimizer, accumulates and clips: gradients are of all ranks' rows by then."""
+    """It wraps the optimizer, accumulates and clips after gradients were averaged over all ranks."""
     words = torch.randint(1, WORDS, (16, TOKENS), generator=torch.Generator().manual_seed(3))
     own = torch.cat([batch.chunk(comm.size)[comm.rank] for batch in words.split(4)])
-    plain = made("llama")
+    plain = build("llama")
     model = copy.deepcopy(plain)
     settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.0}
     optimizer = commlib_torch.DistributedOptimizer(

@@ -1,4 +1,4 @@
-"""What a model leaves behind by another door than its return is whole: a loss may be made of that, too."""
+"""Values that leave a model other than by its return must be whole, as a loss may use them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEEN: list[Any] = []
 
 
 class Model(nn.Module):
-    """A pair of layers, between which something is kept."""
+    """A pair of layers; a value between them is stored."""
 
     def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -43,20 +43,20 @@ class Model(nn.Module):
         return out
 
 
-def made(keep: Callable[[Any, Tensor], Any]) -> Any:
+def build(keep: Callable[[Any, Tensor], Any]) -> Any:
     SEEN.clear()
     torch.manual_seed(0)
     return Model(keep).double()
 
 
-def said_of(comm: Any, call: Callable[[], Any]) -> list[str]:
-    """Return what is warned of a plan, on rank 0."""
+def warnings_of(comm: Any, call: Callable[[], Any]) -> list[str]:
+    """Return rank 0's warnings about a plan."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    said = [str(one.message) for one in caught if "plan" in str(one.message)]
-    assert comm.rank == 0 or not said
-    return said
+    messages = [str(one.message) for one in caught if "plan" in str(one.message)]
+    assert comm.rank == 0 or not messages
+    return messages
 
 
 def refused(comm: Any, call: Callable[[], Any], *texts: str) -> None:
@@ -104,15 +104,15 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("part", ["features", "a scalar"])
-def test_a_part_is_refused_at_each_door(comm: Any, door: str, part: str) -> None:
-    model = made(lambda model, h: DOORS[door](model, PARTS[part](h)))
+def test_a_stored_part_is_refused_at_each_place(comm: Any, door: str, part: str) -> None:
+    model = build(lambda model, h: DOORS[door](model, PARTS[part](h)))
     parallelize(model, comm, PLAN)
     refused(comm, lambda: model(X), "by up")
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_whatever_is_made_of_a_part_is_refused(comm: Any, part: str) -> None:
-    model = made(lambda model, h: setattr(model, "aux", PARTS[part](h)))
+def test_values_derived_from_a_part_are_refused(comm: Any, part: str) -> None:
+    model = build(lambda model, h: setattr(model, "aux", PARTS[part](h)))
     parallelize(model, comm, PLAN)
     refused(comm, lambda: model(X), "up")
 
@@ -122,21 +122,21 @@ def test_a_part_in_an_argument_is_refused(comm: Any, to: Any) -> None:
     def keep(to: Any, h: Tensor) -> None:
         to.append(h) if isinstance(to, list) else to.update(h=h)
 
-    model = made(keep)
+    model = build(keep)
     parallelize(model, comm, PLAN)
     refused(comm, lambda: model(X, type(to)()), "by up")
 
 
-def test_a_part_that_is_written_into_an_argument_is_refused(comm: Any) -> None:
-    model = made(lambda to, h: to.copy_(h.sum(-1).detach()))
+def test_a_part_written_into_an_argument_is_refused(comm: Any) -> None:
+    model = build(lambda to, h: to.copy_(h.sum(-1).detach()))
     parallelize(model, comm, PLAN)
     with pytest.raises(UsageError, match="computed from this rank's shard alone"):
         model(X, torch.zeros(4, 5).double())
 
 
 @pytest.mark.parametrize("layer", ["up", ""], ids=["layer", "block"])
-def test_a_hook_that_keeps_a_part_is_refused(comm: Any, layer: str) -> None:
-    model = nn.Sequential(made(lambda model, h: None).up, nn.ReLU(), nn.Linear(12, 8).double())
+def test_a_hook_that_stores_a_part_is_refused(comm: Any, layer: str) -> None:
+    model = nn.Sequential(build(lambda model, h: None).up, nn.ReLU(), nn.Linear(12, 8).double())
     plan: Any = {"0": Column(), "2": Row()}
     seen: list[Tensor] = []
     if layer:
@@ -149,9 +149,9 @@ def test_a_hook_that_keeps_a_part_is_refused(comm: Any, layer: str) -> None:
 
 class Noted(nn.ReLU):
     def forward(self, x: Tensor) -> Any:
-        found = super().forward(x)
-        self.aux = found.square().mean()
-        return found
+        result = super().forward(x)
+        self.aux = result.square().mean()
+        return result
 
 
 class Doubled(nn.ReLU):
@@ -159,19 +159,19 @@ class Doubled(nn.ReLU):
         return super().forward(x) * 2
 
 
-def test_a_layer_of_pytorch_that_keeps_a_part_is_refused(comm: Any) -> None:
-    """What it does inside is looked at only if somebody holds it."""
+def test_a_pytorch_layer_that_stores_a_part_is_refused(comm: Any) -> None:
+    """Values inside of such a layer are checked only if they stay referenced."""
     model = nn.Sequential(nn.Linear(8, 12), Noted(), nn.Linear(12, 8)).double()
     parallelize(model, comm, {"0": Column(), "2": Row()})
     refused(comm, lambda: model(X), "what Noted in 1 makes")
     model = nn.Sequential(nn.Linear(8, 12), Doubled(), nn.Linear(12, 8), Noted()).double()
     parallelize(model, comm, {"0": Column(), "2": Row()})
-    assert not said_of(comm, lambda: model(X))
+    assert not warnings_of(comm, lambda: model(X))
 
 
 @pytest.mark.parametrize("look", ["example", "verify", "auto", "evaluated first", "without gradients"])
-def test_each_look_refuses_it(comm: Any, look: str) -> None:
-    model = made(lambda model, h: setattr(model, "aux", h.mean()))
+def test_each_check_refuses_a_stored_part(comm: Any, look: str) -> None:
+    model = build(lambda model, h: setattr(model, "aux", h.mean()))
     if look in ("example", "verify"):
         refused(comm, lambda: parallelize(model, comm, PLAN, **{look: X}), "by up")  # type: ignore[arg-type]
     elif look == "auto":
@@ -184,8 +184,8 @@ def test_each_look_refuses_it(comm: Any, look: str) -> None:
             refused(comm, lambda: parallelize(model, comm, PLAN)(X))
 
 
-def test_what_is_kept_in_training_alone_is_refused_when_it_trains(comm: Any) -> None:
-    model = made(lambda model, h: setattr(model, "aux", h if model.training else None))
+def test_values_stored_only_in_training_are_refused_in_training(comm: Any) -> None:
+    model = build(lambda model, h: setattr(model, "aux", h if model.training else None))
     parallelize(model, comm, PLAN)
     model.eval()(X)
     refused(comm, lambda: model.train()(X), "by up")
@@ -195,14 +195,14 @@ def test_auto_leaves_the_pair_whole(comm: Any) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = made(lambda model, h: setattr(model, "aux", h)), made(lambda model, h: None)
+            self.first, self.second = build(lambda model, h: setattr(model, "aux", h)), build(lambda model, h: None)
 
         def forward(self, x: Tensor) -> Any:
             return self.second(self.first(x))
 
     plain = Two().double()
-    said: list[str] = []
-    model = parallelize(copy.deepcopy(plain), comm, "auto", example=X, report=said.append)
+    reports: list[str] = []
+    model = parallelize(copy.deepcopy(plain), comm, "auto", example=X, report=reports.append)
     assert not hasattr(model.first.up, "style") and hasattr(model.second.up, "style")
     assert torch.allclose(model(X), plain(X), rtol=1e-10)
     assert torch.allclose(model.first.aux, plain.first.aux, rtol=1e-10)
@@ -214,17 +214,17 @@ def trained(model: Any, aux: Callable[[], Tensor]) -> dict[str, Tensor]:
     return {name: weight.grad for name, weight in model.named_parameters()}
 
 
-def test_a_whole_that_is_kept_trains_as_in_one_process(comm: Any) -> None:
-    """What a layer of its own has put together, and a sum that is added up over the ranks."""
+def test_a_stored_whole_value_trains_as_in_one_process(comm: Any) -> None:
+    """The whole may be gathered by the model's own layer, or be a sum over the ranks."""
 
     def keep(model: Any, h: Tensor) -> None:
         total = h.square().sum()
         model.aux = [model.down(h).mean(), tp.reduce(total, comm) if hasattr(model.up, "style") else total]
 
-    plain = made(keep)
+    plain = build(keep)
     model = parallelize(copy.deepcopy(plain), comm, PLAN)
-    found = said_of(comm, lambda: trained(model, lambda: model.aux[0] + model.aux[1]))
-    assert not found
+    result = warnings_of(comm, lambda: trained(model, lambda: model.aux[0] + model.aux[1]))
+    assert not result
     expected = trained(plain, lambda: plain.aux[0] + plain.aux[1])
     shards = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
     for name, weight in model.named_parameters():
@@ -256,25 +256,25 @@ class KVCache:
 
 
 def _circle(h: Tensor) -> None:
-    found: list[Any] = [h.mean()]
-    found.append(found)
+    result: list[Any] = [h.mean()]
+    result.append(result)
 
 
 @pytest.mark.parametrize("keep", NOT_KEPT)
-def test_what_is_not_kept_is_right(comm: Any, keep: str) -> None:
-    plain = made(NOT_KEPT[keep])
+def test_temporary_values_are_accepted(comm: Any, keep: str) -> None:
+    plain = build(NOT_KEPT[keep])
     expected = plain(X)
-    model = made(NOT_KEPT[keep])
+    model = build(NOT_KEPT[keep])
     parallelize(model, comm, PLAN)
-    found: list[Tensor] = []
-    assert not said_of(comm, lambda: found.append(model(X)))
-    assert torch.allclose(found[0], expected, rtol=1e-10)
+    results: list[Tensor] = []
+    assert not warnings_of(comm, lambda: results.append(model(X)))
+    assert torch.allclose(results[0], expected, rtol=1e-10)
 
 
-def test_it_may_be_kept_where_that_is_said(comm: Any) -> None:
-    model = made(lambda model, h: setattr(model, "aux", h.mean()))
+def test_storing_a_part_can_be_allowed(comm: Any) -> None:
+    model = build(lambda model, h: setattr(model, "aux", h.mean()))
     parallelize(model, comm, PLAN, divided_output=True)
-    assert not said_of(comm, lambda: model(X))
+    assert not warnings_of(comm, lambda: model(X))
 
 
 def _without_gradients(model: Any, h: Tensor) -> None:
@@ -296,30 +296,30 @@ WITHOUT_GRADIENT: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("keep", WITHOUT_GRADIENT)
-def test_a_part_without_a_gradient_is_warned_of(comm: Any, keep: str) -> None:
-    expected = made(WITHOUT_GRADIENT[keep])(X)
-    model = made(WITHOUT_GRADIENT[keep])
+def test_a_stored_part_without_a_gradient_is_warned_of(comm: Any, keep: str) -> None:
+    expected = build(WITHOUT_GRADIENT[keep])(X)
+    model = build(WITHOUT_GRADIENT[keep])
     parallelize(model, comm, PLAN)
-    found: list[Tensor] = []
-    said = said_of(comm, lambda: found.append(model(X)))
-    assert torch.allclose(found[0], expected, rtol=1e-10)
-    assert len(said) == (comm.rank == 0)
-    assert all("each rank keeps a different value" in one and "test_tensor_kept.py" in one for one in said)
+    results: list[Tensor] = []
+    messages = warnings_of(comm, lambda: results.append(model(X)))
+    assert torch.allclose(results[0], expected, rtol=1e-10)
+    assert len(messages) == (comm.rank == 0)
+    assert all("each rank keeps a different value" in one and "test_tensor_kept.py" in one for one in messages)
 
 
 @pytest.mark.parametrize("number", [lambda h: h.mean().item(), lambda h: h.detach().numpy()], ids=["item", "numpy"])
-def test_numbers_of_a_part_are_warned_of(comm: Any, number: Callable[[Tensor], Any]) -> None:
-    model = made(lambda model, h: setattr(model, "aux", number(h)))
+def test_numbers_computed_from_a_part_are_warned_of(comm: Any, number: Callable[[Tensor], Any]) -> None:
+    model = build(lambda model, h: setattr(model, "aux", number(h)))
     parallelize(model, comm, PLAN)
-    said = said_of(comm, lambda: model(X))
-    assert len(said) == (comm.rank == 0)
-    assert all("Python numbers are read from a tensor" in one for one in said)
+    messages = warnings_of(comm, lambda: model(X))
+    assert len(messages) == (comm.rank == 0)
+    assert all("Python numbers are read from a tensor" in one for one in messages)
 
 
-def test_numbers_of_a_whole_are_right(comm: Any) -> None:
-    model = made(lambda model, h: setattr(model, "aux", model.down(h).mean().item()))
+def test_numbers_computed_from_a_whole_are_accepted(comm: Any) -> None:
+    model = build(lambda model, h: setattr(model, "aux", model.down(h).mean().item()))
     parallelize(model, comm, PLAN)
-    assert not said_of(comm, lambda: model(X))
+    assert not warnings_of(comm, lambda: model(X))
 
 
 @pytest.mark.parametrize("update", [lambda model, h: model.running.add_(h.detach().mean()),
@@ -327,18 +327,18 @@ def test_numbers_of_a_whole_are_right(comm: Any) -> None:
                                     lambda model, h: setattr(model, "running", 0.9 * model.running + h.mean())],
                          ids=["in place", "a view", "another"])  # fmt: skip
 def test_an_average_of_a_part_is_refused(comm: Any, update: Callable[[Any, Tensor], Any]) -> None:
-    model = made(update)
+    model = build(update)
     parallelize(model, comm, PLAN)
     with pytest.raises(UsageError, match="this rank's shard"):
         model(X)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_keep_nothing(comm: Any, reentrant: bool) -> None:
+def test_checkpoints_store_nothing(comm: Any, reentrant: bool) -> None:
     class Outer(nn.Module):
         def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
             super().__init__()
-            self.inner = made(keep)
+            self.inner = build(keep)
 
         def forward(self, x: Tensor) -> Any:
             return checkpoint(self.inner, x, use_reentrant=reentrant)
@@ -346,29 +346,29 @@ def test_checkpoints_keep_nothing(comm: Any, reentrant: bool) -> None:
     plan: Any = {f"inner.{name}": style for name, style in PLAN.items()}
     x = X.clone().requires_grad_()
     model: Any = parallelize(Outer(lambda model, h: None), comm, plan)
-    assert not said_of(comm, lambda: model(x).sum().backward())
+    assert not warnings_of(comm, lambda: model(x).sum().backward())
     model = parallelize(Outer(lambda model, h: setattr(model, "aux", h)), comm, plan)
     refused(comm, lambda: model(x), "by inner.up")
 
 
-def test_looks_within_looks_hold_nothing_for_one_another(comm: Any) -> None:
-    """`verify` runs the model, whose first call looks at it, and so does a model whose part is divided by itself."""
-    plain = made(lambda model, h: None)
+def test_nested_checks_keep_no_references(comm: Any) -> None:
+    """`verify` runs the model, whose first call is checked, and so may be a submodel with its own plan."""
+    plain = build(lambda model, h: None)
     model = parallelize(copy.deepcopy(plain), comm, PLAN)
-    assert not said_of(comm, lambda: verify(model, plain, comm, X))
-    outer = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), made(lambda model, h: None)).double()
+    assert not warnings_of(comm, lambda: verify(model, plain, comm, X))
+    outer = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), build(lambda model, h: None)).double()
     parallelize(outer[2], comm, PLAN)
     parallelize(outer, comm, {"0": Column(), "1": Row()}, example=X)
-    assert not said_of(comm, lambda: outer(X))
+    assert not warnings_of(comm, lambda: outer(X))
 
 
-def test_a_compiled_model_is_looked_at(comm: Any) -> None:
-    model: Any = torch.compile(made(lambda model, h: setattr(model, "aux", h)), backend="eager")
+def test_a_compiled_model_is_checked(comm: Any) -> None:
+    model: Any = torch.compile(build(lambda model, h: setattr(model, "aux", h)), backend="eager")
     parallelize(model, comm, PLAN)
     refused(comm, lambda: model(X), "by up")
 
 
-def test_what_meets_parts_is_kept_without_its_gradient(comm: Any) -> None:
+def test_a_value_combined_with_parts_is_stored_without_its_gradient(comm: Any) -> None:
     class Scaled(nn.Module):
         def __init__(self, keep: Callable[[Any, Tensor], Any]) -> None:
             super().__init__()
@@ -381,6 +381,6 @@ def test_what_meets_parts_is_kept_without_its_gradient(comm: Any) -> None:
 
     plan: Any = {**PLAN, "scale": Replicate(into_sharded=True)}
     model = parallelize(Scaled(lambda model, scale: setattr(model, "aux", scale.detach())).double(), comm, plan)
-    assert not said_of(comm, lambda: model(X))
+    assert not warnings_of(comm, lambda: model(X))
     model = parallelize(Scaled(lambda model, scale: setattr(model, "aux", scale)).double(), comm, plan)
     refused(comm, lambda: model(X), "into_sharded")

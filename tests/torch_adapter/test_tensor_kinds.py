@@ -1,4 +1,4 @@
-"""Kinds of calls of a divided model: what tells them apart, and what comes anew with each call and does not."""
+"""Kinds of calls of a divided model: properties that distinguish them, and others that change with each call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X: Any = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1)).double
 
 
 class Model(nn.Module):
-    """Goes by a function of its hidden values, and of what else it is given."""
+    """A model that depends on a function of its hidden values, and on other arguments."""
 
     def __init__(self, goes: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class Model(nn.Module):
         return self.down(self.goes(self.up(x), *args, **options))
 
 
-def made(comm: Any, goes: Callable[..., Tensor], **options: Any) -> tuple[Any, Any]:
-    """Return a plain model, and a divided one."""
+def build(comm: Any, goes: Callable[..., Tensor], **options: Any) -> tuple[Any, Any]:
+    """Return a plain model and its divided copy."""
     torch.manual_seed(0)
     plain = Model(goes).double()
     return plain, parallelize(copy.deepcopy(plain), comm, PLAN, **options)
@@ -132,10 +132,10 @@ TWO: dict[str, Case] = {
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", TWO)
-def test_what_tells_a_kind(comm: Any, name: str) -> None:
-    """The second call passed, and was wrong."""
+def test_kinds_of_calls_are_distinguished(comm: Any, name: str) -> None:
+    """Regression: the second call silently gave a wrong result."""
     goes, right, wrong = TWO[name]
-    plain, model = made(comm, goes)
+    plain, model = build(comm, goes)
     for _ in range(2):
         torch.testing.assert_close(model(X, right), plain(X, right), rtol=0, atol=1e-12)
     with pytest.raises(UsageError):
@@ -163,9 +163,9 @@ DIMENSIONS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("looked_at", ["a call", pytest.param("example", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", DIMENSIONS)
-def test_another_dimension_is_another_way(comm: Any, name: str, looked_at: str) -> None:
-    """The same operations ran in a call without gradients, along the dimension that is divided."""
-    plain, model = made(comm, DIMENSIONS[name], **({"example": X} if looked_at == "example" else {}))
+def test_another_dimension_is_another_kind(comm: Any, name: str, looked_at: str) -> None:
+    """Regression: the same operations ran in a call without gradients, along the divided dimension."""
+    plain, model = build(comm, DIMENSIONS[name], **({"example": X} if looked_at == "example" else {}))
     torch.testing.assert_close(model(X), plain(X), rtol=0, atol=1e-12)
     for context in (torch.no_grad, torch.inference_mode):
         with context(), pytest.raises(UsageError):
@@ -173,7 +173,7 @@ def test_another_dimension_is_another_way(comm: Any, name: str, looked_at: str) 
 
 
 @pytest.mark.ranks(min=2, max=2)
-def test_the_same_way_is_not_looked_at_again(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_equal_path_is_not_checked_again(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
 
     def checked(*args: Any, **options: Any) -> Any:
@@ -186,7 +186,7 @@ def test_the_same_way_is_not_looked_at_again(comm: Any, monkeypatch: pytest.Monk
         h = F.gelu(h).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(0, 1)
         return h[:, :-1].unflatten(0, (-1, h.shape[0] // 4)).transpose(1, 2).flatten(2)
 
-    _, model = made(comm, goes)
+    _, model = build(comm, goes)
     model(X)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
@@ -195,8 +195,8 @@ def test_the_same_way_is_not_looked_at_again(comm: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.ranks(min=2)
-def test_the_dtype_that_autocast_casts_to(comm: Any) -> None:
-    _, model = made(comm, lambda h: h.softmax(-1) if h.dtype == torch.float16 else F.gelu(h))
+def test_autocast_dtypes_are_distinguished(comm: Any) -> None:
+    _, model = build(comm, lambda h: h.softmax(-1) if h.dtype == torch.float16 else F.gelu(h))
     model.float()
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype), pytest.raises(UsageError) if dtype == torch.float16 else nullcontext():
@@ -204,8 +204,8 @@ def test_the_dtype_that_autocast_casts_to(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_search_for_anomalies(comm: Any) -> None:
-    _, model = made(comm, lambda h: h.softmax(-1) if torch.is_anomaly_enabled() else F.gelu(h))
+def test_anomaly_detection_is_distinguished(comm: Any) -> None:
+    _, model = build(comm, lambda h: h.softmax(-1) if torch.is_anomaly_enabled() else F.gelu(h))
     model(X)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -219,8 +219,8 @@ class Late(nn.Module):
 
 
 @pytest.mark.ranks(min=2)
-def test_the_mode_of_a_module_that_was_put_in_later(comm: Any) -> None:
-    _, model = made(comm, nn.Tanh())
+def test_the_mode_of_a_module_added_later(comm: Any) -> None:
+    _, model = build(comm, nn.Tanh())
     model(X)
     model.goes = Late()
     model(X)
@@ -239,7 +239,7 @@ class Words(Model):
 
 
 @pytest.mark.ranks(min=2)
-def test_the_dtype_of_weights(comm: Any) -> None:
+def test_weight_dtypes_are_distinguished(comm: Any) -> None:
     torch.manual_seed(0)
     model: Any = parallelize(Words().double(), comm, PLAN)
     words = torch.arange(6).reshape(2, 3)
@@ -276,14 +276,14 @@ def _list() -> Any:
 
 
 @pytest.mark.parametrize("given", [_tree, _deep, _list])
-def test_an_argument_that_holds_itself_or_is_deep(comm: Any, given: Any) -> None:
-    """It was a RecursionError."""
-    plain, model = made(comm, lambda h, given: F.gelu(h))
+def test_a_cyclic_or_deep_argument(comm: Any, given: Any) -> None:
+    """Regression: it raised RecursionError."""
+    plain, model = build(comm, lambda h, given: F.gelu(h))
     torch.testing.assert_close(model(X, given()), plain(X, given()), rtol=0, atol=1e-12)
 
 
 class Cache:
-    """Keeps what it is given, as caches of keys and values do."""
+    """Stores its arguments, as caches of keys and values do."""
 
     def __init__(self, texts: Any) -> None:
         self.layers: list[dict[str, Any]] = []
@@ -295,11 +295,11 @@ class Cache:
         return h.tanh()
 
 
-def test_what_comes_anew_with_each_call_is_one_kind(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look for each step of a loop, and then a warning, helps nobody."""
+def test_objects_that_change_with_each_call_are_one_kind(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check in each step of a loop, and then a warning, would help nobody."""
     looks: list[Any] = []
     monkeypatch.setattr(plan_check, "check_first_call", lambda axis, model, call, **options: looks.append(call))
-    _, model = made(comm, lambda h, *given, **options: options["cache"].update(h) if options["cache"] else h)
+    _, model = build(comm, lambda h, *given, **options: options["cache"].update(h) if options["cache"] else h)
     losses: list[float] = []
     cache = Cache(["a"])
     for step in range(12):
@@ -307,4 +307,4 @@ def test_what_comes_anew_with_each_call_is_one_kind(comm: Any, monkeypatch: pyte
         losses.append(0.5 * step)
         model(X, batch, lambda h, step=step: h + step + len(losses), cache=Cache([f"{step}"]), step=step)
         model(X[:2], batch, lambda h, step=step: h + step + len(losses), cache=cache, step=float(step))
-    assert len(looks) <= 5  # the second cache is empty, has one layer, and then has several
+    assert len(looks) <= 5  # the second cache is empty, then has one layer, and then several

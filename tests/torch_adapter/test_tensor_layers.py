@@ -1,4 +1,4 @@
-"""Divided layers of PyTorch beside plain ones: linear, convolutions, norms, whole layers, and what is refused."""
+"""Divided layers of PyTorch compared with plain ones: linear, convolutions, norms, whole blocks, and refusals."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_convolutions(tp, dims, mode):
         first = conv(3, 7, 3, padding=1, stride=2, padding_mode=mode)
         return nn.Sequential(OrderedDict(up=first, act=nn.GELU(), down=conv(7, 5, 2, dilation=2 if dims == 1 else 1)))
 
-    found = pair(tp, make, {"up": Column(), "down": Row()})
-    check(tp, found, random(2, 3, *(9,) * dims))
-    check(tp, found, random(3, *(9,) * dims))  # without a batch
+    models = pair(tp, make, {"up": Column(), "down": Row()})
+    check(tp, models, random(2, 3, *(9,) * dims))
+    check(tp, models, random(3, *(9,) * dims))  # without a batch
 
 
-def test_convolutions_apart(tp):
+def test_separate_convolutions(tp):
     image = random(2, 8, 6, 5)
     check(tp, pair(tp, lambda: nn.Conv2d(8, 9, 3), {"": Column(gather=True)}), image)
     check(tp, pair(tp, lambda: nn.Conv2d(8, 8, 3, bias=False), {"": Column()}), image, part=own_head(tp, 1))
@@ -50,7 +50,7 @@ def test_convolutions_apart(tp):
     check(tp, pair(tp, lambda: nn.Conv2d(8, 4, 3), {"": Column(gather=True, sequence=0)}), random(5, 8, 4, 4), shards=0)
 
 
-def test_a_convolution_made_divided(tp):
+def test_a_convolution_constructed_divided(tp):
     torch.manual_seed(3)
     plain = nn.Conv2d(3, 8, 3, dtype=torch.float64)
     torch.manual_seed(3)
@@ -75,7 +75,7 @@ def test_mlp(comm, tp, gated, sequence):
 
 
 class Block(nn.Module):
-    """A block of a transformer without attention, whose residual stream may be divided along a sequence."""
+    """A transformer block without attention, whose residual stream may be divided along a sequence."""
 
     def __init__(self, norm=nn.LayerNorm):
         super().__init__()
@@ -96,15 +96,15 @@ def test_norms_on_shards_of_a_sequence(tp, norm, dim):
         "norm": Sequence(dim), "up": Column(sequence=dim), "act": Sequence(-1), "down": Row(sequence=dim),
         "last": Sequence(dim - 3),
     }  # fmt: skip
-    found = pair(tp, lambda: Block(norm), plan)
+    models = pair(tp, lambda: Block(norm), plan)
     for length in (7, 3):
-        check(tp, found, random(length, length, 6), shards=dim, part=own_head(tp, dim))
-    again = Pair(found.plain, copy.deepcopy(found.divided))
+        check(tp, models, random(length, length, 6), shards=dim, part=own_head(tp, dim))
+    again = Pair(models.plain, copy.deepcopy(models.divided))
     check(tp, again, random(7, 7, 6), shards=dim, part=own_head(tp, dim))
 
 
 def test_a_norm_reduces_its_weights_once(tp, monkeypatch):
-    """One message for weight and bias together; none where there are no weights."""
+    """Weight and bias share one message; without weights there is none."""
     plain = commlib.Communicator.all_reduce
     calls: list[Any] = []
 
@@ -113,18 +113,18 @@ def test_a_norm_reduces_its_weights_once(tp, monkeypatch):
         return plain(self, x, *args, **kwargs)
 
     for options, expected in (({}, 1), ({"elementwise_affine": False}, 0)):
-        found = pair(tp, partial(nn.LayerNorm, 5, **options), {"": Sequence(0)})
+        models = pair(tp, partial(nn.LayerNorm, 5, **options), {"": Sequence(0)})
         with monkeypatch.context() as patch:
             patch.setattr(commlib.Communicator, "all_reduce", counting)
-            check(tp, found, random(9, 5), shards=0, part=own_head(tp, 0))
+            check(tp, models, random(9, 5), shards=0, part=own_head(tp, 0))
         assert len(calls) == expected * (tp.size > 1)
         calls.clear()
 
 
 def test_second_gradients_through_a_norm(tp):
-    found = pair(tp, Block, IN_SEQUENCE)
+    models = pair(tp, Block, IN_SEQUENCE)
     gradients: list[Any] = []
-    for model, x in ((found.plain, random(2, 5, 6)), (found.divided, own_head(tp, 1)(random(2, 5, 6)))):
+    for model, x in ((models.plain, random(2, 5, 6)), (models.divided, own_head(tp, 1)(random(2, 5, 6)))):
         x = x.detach().clone().requires_grad_()
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         first.square().sum().backward()
@@ -133,7 +133,7 @@ def test_second_gradients_through_a_norm(tp):
 
 
 class Shared(nn.Module):
-    """One key for all queries, as where K and V have a single head."""
+    """Attention with one head of keys for all queries."""
 
     def __init__(self):
         super().__init__()
@@ -145,18 +145,18 @@ class Shared(nn.Module):
 
 def test_a_whole_layer_into_divided_ones(tp):
     plan: Plan = {"q": Column(), "k": Replicate(into_sharded=True), "out": Row()}
-    found = pair(tp, Shared, plan)
+    models = pair(tp, Shared, plan)
     whole, own = (random(4, 6).requires_grad_() for _ in range(2))
-    expected, got = found.plain(whole), found.divided(own)
+    expected, got = models.plain(whole), models.divided(own)
     assert_equal(got, expected)
     expected.square().sum().backward()
     got.square().sum().backward()
-    assert_equal(found.divided.k.weight.grad, found.plain.k.weight.grad)
-    # k has the same input on every rank, and its gradient is whole: it must not be added again.
+    assert_equal(models.divided.k.weight.grad, models.plain.k.weight.grad)
+    # k has the same input on every rank, and a whole gradient, which must not be summed again.
     assert_equal(own.grad, whole.grad)
 
 
-def test_what_does_not_fit_is_refused(tp):
+def test_mismatched_layers_are_refused(tp):
     cases: list[tuple[nn.Module, Plan, str]] = [
         (nn.LayerNorm(4), {"": Sequence(-1)}, r"reduces over dimensions \[-1\]"),
         (nn.LayerNorm((3, 4)), {"": Sequence(-2)}, r"reduces over dimensions \[-2, -1\]"),
@@ -165,8 +165,8 @@ def test_what_does_not_fit_is_refused(tp):
         (nn.Conv1d(4, 4, 1, groups=2), {"": Column()}, "groups=2"),
         (nn.Bilinear(2, 2, 2), {"": Column()}, "Bilinear"),
     ]
-    for model, plan, said in cases:
-        with pytest.raises(UsageError, match=said):
+    for model, plan, text in cases:
+        with pytest.raises(UsageError, match=text):
             parallelize(model, tp, plan)
     norm = parallelize(nn.LayerNorm(4), tp, {"": Sequence(1)})
     with pytest.raises(UsageError, match="takes no value sharded"):
@@ -178,14 +178,14 @@ def test_what_does_not_fit_is_refused(tp):
 
 
 @pytest.mark.ranks(min=2)
-def test_channels_that_are_not_divided_are_refused(tp):
+def test_undivided_channels_are_refused(tp):
     conv = parallelize(nn.Conv2d(8, 3, 1), tp, {"": Row()})
     with pytest.raises(UsageError, match="8 channels, expected"):
         conv(torch.ones(1, 8, 2, 2))
 
 
-def test_an_input_that_asks_for_a_gradient_later(tp):
-    """The way into a divided layer was remembered from when its input asked for none."""
+def test_an_input_that_requires_a_gradient_later(tp):
+    """Regression: the move into a divided layer was cached while its input required no gradient."""
     layer = parallelize(nn.Linear(4, 6), tp, {"": Column(gather=True)})
     x = torch.ones(2, 4)
     layer(x)
@@ -195,11 +195,11 @@ def test_an_input_that_asks_for_a_gradient_later(tp):
 
 
 def test_inference_mode(tp):
-    """Tensors of inference mode have no version."""
-    found = pair(tp, Block, IN_SEQUENCE)
+    """Tensors of inference mode have no version counter."""
+    models = pair(tp, Block, IN_SEQUENCE)
     with torch.inference_mode():
         x = random(2, 5, 6)
-        assert_equal(found.divided(own_head(tp, 1)(x)), own_head(tp, 1)(found.plain(x)))
+        assert_equal(models.divided(own_head(tp, 1)(x)), own_head(tp, 1)(models.plain(x)))
 
 
 def test_autocast(tp):

@@ -1,4 +1,4 @@
-"""Ranks that held different models passed `parallelize` in silence, if their weights had the same shapes."""
+"""Models that differ among ranks: `parallelize` silently accepted them if weights had the same shapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OwnDropout(nn.Dropout):
     pass
 
 
-def made(between: nn.Module) -> Any:
+def build(between: nn.Module) -> Any:
     return nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 4))
 
 
@@ -55,16 +55,16 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_models(comm: Any, name: str) -> None:
-    make, said = DIFFERENT[name]
-    model = made(make(comm.rank))
-    with pytest.raises(MismatchError, match=f"parallelize: .*{said}"):
+    make, text = DIFFERENT[name]
+    model = build(make(comm.rank))
+    with pytest.raises(MismatchError, match=f"parallelize: .*{text}"):
         parallelize(model, comm, PLAN)
     assert type(model[0]) is nn.Linear
 
 
 @pytest.mark.ranks(min=2)
-def test_what_is_frozen(comm: Any) -> None:
-    model = made(nn.ReLU())
+def test_frozen_weights_are_compared(comm: Any) -> None:
+    model = build(nn.ReLU())
     model[0].weight.requires_grad_(comm.rank == 0)
     with pytest.raises(MismatchError, match="module 0, Linear: frozen="):
         parallelize(model, comm, PLAN)
@@ -79,8 +79,8 @@ def test_a_buffer_of_another_shape(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_heads(comm: Any) -> None:
-    """Weights have the same shapes."""
+def test_numbers_of_heads_are_compared(comm: Any) -> None:
+    """The weights have the same shapes."""
     model = nn.TransformerEncoderLayer(4 * comm.size, either(comm.rank, comm.size, 2 * comm.size), 8)
     with pytest.raises(MismatchError, match=f"self_attn, MultiheadAttention: num_heads={comm.size}"):
         parallelize(model, comm, {"self_attn": Column()})
@@ -92,23 +92,23 @@ def test_heads(comm: Any) -> None:
     [{"act": (F.relu, F.gelu)}, {"act": (partial(F.elu, alpha=0.1), partial(F.elu, alpha=0.2))}, {"scale": (0.1, 0.2)}],
     ids=["a function", "a part of one", "a number"],
 )
-def test_settings_of_modules_of_ones_own(comm: Any, both: dict[str, Any]) -> None:
-    """They may be the model's: nothing tells, and rank 0 says so."""
+def test_settings_of_user_modules(comm: Any, both: dict[str, Any]) -> None:
+    """They may be intended, which cannot be detected, so rank 0 warns."""
     model = Own(**{name: either(comm.rank, *two) for name, two in both.items()})
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallelize(model, comm, OWN)
-    told = [str(one.message) for one in said if "ranks hold different models" in str(one.message)]
-    assert len(told) == (comm.rank == 0)
-    assert all(f"the model, Own: {next(iter(both))} is " in text and "on rank 1 of" in text for text in told)
+    messages = [str(one.message) for one in caught if "ranks hold different models" in str(one.message)]
+    assert len(messages) == (comm.rank == 0)
+    assert all(f"the model, Own: {next(iter(both))} is " in text and "on rank 1 of" in text for text in messages)
 
 
-def test_what_may_differ(comm: Any) -> None:
-    """Whether it is trained now, and what says which rank this is; a second axis comes to other shapes."""
+def test_some_settings_may_differ(comm: Any) -> None:
+    """The mode and rank-dependent settings may differ; a second axis has different shapes."""
     model = Own(rank=comm.rank, loud=comm.rank == 0, place=f"cuda:{comm.rank}").train(comm.rank == 0)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parallelize(model, comm, {"up": Column(gather=True)})
         parallelize(model, comm, {"down": Column(gather=True)})
-    assert not [str(one.message) for one in said if "different" in str(one.message)]
+    assert not [str(one.message) for one in caught if "different" in str(one.message)]
     assert model(torch.zeros(2, 4)).shape == (2, 4)

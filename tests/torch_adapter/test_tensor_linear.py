@@ -1,4 +1,4 @@
-"""Divided linear layers: outputs, gradients and training are those of the layer that is whole."""
+"""Divided linear layers: outputs, gradients and training match the whole layer."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def close(got: Any, expected: Any) -> None:
 
 
 def compare(divided: nn.Module, plain: nn.Module, x: Tensor, *, second: bool = False) -> None:
-    """Compare outputs, and gradients of inputs and weights; and those of a penalty on the inputs' gradients."""
-    found = []
+    """Compare outputs, gradients of inputs and weights, and those of a penalty on the inputs' gradients."""
+    results = []
     for model in (divided, plain):
         given = x.clone().requires_grad_()
         out = model(given)
         loss = out.pow(2).sum()
         (first,) = torch.autograd.grad(loss, given, create_graph=second, retain_graph=True)
         (loss + first.pow(2).sum() if second else loss).backward()
-        found.append((out, first, given.grad))
-    close(found[0], found[1])
+        results.append((out, first, given.grad))
+    close(results[0], results[1])
     for (name, got), expected in zip(divided.named_parameters(), plain.parameters(), strict=True):
         shard = shard_of(got)
         whole = expected.grad
@@ -79,7 +79,7 @@ def test_column_and_row(comm: Any, bias: bool, second: bool, overlaps: bool) -> 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("rows", [5, 8, 1])
 def test_a_divided_sequence(comm: Any, dim: int, rows: int, overlaps: bool) -> None:
-    """Between divided layers each rank has a part of the sequence, of an odd length too, and the bias counts once."""
+    """Between divided layers each rank has a part of the sequence, possibly of odd length, and the bias counts once."""
     plain = make()
     plan: Any = {"up": Column(sequence=dim), "down": Row(sequence=dim)}
     divided: Any = parallelize(copy.deepcopy(plain), comm, plan)
@@ -97,7 +97,7 @@ def test_a_divided_sequence(comm: Any, dim: int, rows: int, overlaps: bool) -> N
 
 
 class Attention(nn.Module):
-    """Q, K and V are three layers with one input, or one layer with three parts; heads are of odd number."""
+    """Q, K and V are three layers with one input, or one layer with three parts; the number of heads is odd."""
 
     def __init__(self, *, fused: bool, heads: int = 4, size: int = 3) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_heads_stay_whole(comm: Any, fused: bool, overlaps: bool) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_layers_with_one_input_share_one_reduction(comm: Any) -> None:
-    """Of the gradient of Q's, K's and V's input; three would be three times the bytes."""
+    """Regression: the gradients of Q's, K's and V's input were reduced separately, with three times the bytes."""
     torch.manual_seed(0)
     divided: Any = parallelize(Attention(fused=False).double(), comm, {"[qkv]": Column(units=4), "out": Row(units=4)})
     calls = []
@@ -153,7 +153,7 @@ def test_layers_with_one_input_share_one_reduction(comm: Any) -> None:
         divided(x).sum().backward()
     assert calls == [x.nbytes] * 2  # the output, forward; the input, backward
     axis = divided.out.axis
-    assert axis.entered is None  # the input is gone, and what was made of it with it
+    assert axis.entered is None  # the input is freed, and so is its cached copy
 
 
 @pytest.mark.ranks(min=2)
@@ -174,7 +174,7 @@ def test_layers_with_one_input_share_one_gather(comm: Any, gradients: bool) -> N
 
             return counting
 
-        x = data(seed=comm.rank)  # its part of a sequence
+        x = data(seed=comm.rank)  # this rank's part of a sequence
         divided(x)  # the first call checks the plan
         for name in ("all_gather", "all_gather_v"):
             patch.setattr(type(comm), name, counted(getattr(type(comm), name)))
@@ -184,8 +184,8 @@ def test_layers_with_one_input_share_one_gather(comm: Any, gradients: bool) -> N
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_an_input_that_numpy_has_written_is_gathered_again(comm: Any, gather: bool) -> None:
-    """PyTorch counts no writes of numpy: from its second step on a model was given the first batch."""
+def test_an_input_modified_by_numpy_is_gathered_again(comm: Any, gather: bool) -> None:
+    """Regression: PyTorch does not count numpy's writes, so that later steps reused the first batch."""
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, HIDDEN) if gather else nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
     model = nn.Sequential(plain).double()
@@ -203,8 +203,8 @@ def test_an_input_that_numpy_has_written_is_gathered_again(comm: Any, gather: bo
         close(divided(x), expected if gather else expected[:, first : first + 3])
 
 
-def test_an_input_without_gradients_is_forgotten(comm: Any) -> None:
-    """Each axis kept the last one that was given in evaluation, for ever."""
+def test_an_input_without_gradients_is_freed(comm: Any) -> None:
+    """Regression: each axis kept the last input of an evaluation for ever."""
     divided = parallelize(make(), comm, {"up": Column(), "down": Row()})
     x = data()
     with torch.no_grad():
@@ -257,8 +257,8 @@ def test_training_in_float32_and_autocast(comm: Any, overlaps: bool) -> None:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_an_optimizer_goes_on_with_the_parameters(comm: Any, first: bool) -> None:
-    """They are the same objects: an optimizer made before the model was divided trains it all the same."""
+def test_an_earlier_optimizer_trains_the_divided_model(comm: Any, first: bool) -> None:
+    """The parameters are the same objects, so an optimizer created before works."""
     plain, model = make(), make()
     optimizer = torch.optim.Adam(model.parameters(), 0.01) if first else None
     parallelize(model, comm, {"up": Column(), "down": Row()})
@@ -272,7 +272,7 @@ def test_an_optimizer_goes_on_with_the_parameters(comm: Any, first: bool) -> Non
     close(model(data()), plain(data()))
 
 
-def test_rank_0_says_the_values(comm: Any) -> None:
+def test_values_come_from_rank_0(comm: Any) -> None:
     plain, model = make(0), make(comm.rank)
     compare(parallelize(model, comm, {"up": Column(), "down": Row()}), plain, data())
 
@@ -296,13 +296,13 @@ def test_codec(comm: Any) -> None:
     ],
 )
 def test_wrong_plans(comm: Any, plan: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as told:
+    with pytest.raises(error) as caught:
         parallelize(make(), comm, plan)
-    assert text in str(told.value)
+    assert text in str(caught.value)
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_disagree_are_told(comm: Any) -> None:
+def test_different_plans_on_ranks_are_refused(comm: Any) -> None:
     plan: Any = {"up": Column(), "down": Row()} if comm.rank else {"up": Column(), "down": Row(units=1)}
     with pytest.raises(MismatchError, match=r"down: Row\(split=False, units="):
         parallelize(make(), comm, plan)
@@ -313,7 +313,7 @@ def test_ranks_that_disagree_are_told(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_an_input_that_is_not_divided_is_refused(comm: Any) -> None:
+def test_an_undivided_input_is_refused(comm: Any) -> None:
     model = parallelize(make(), comm, {"down": Row()})
     with pytest.raises(
         UsageError, match=r"takes an input that a Column has sharded, but its input is unsharded: give it split=True"
@@ -332,7 +332,7 @@ def test_a_divided_model_can_be_copied_but_not_pickled(comm: Any) -> None:
 
 
 class LoRA(nn.Module):
-    """As those who tune large models put it around a layer."""
+    """LoRA around a layer, as users write it."""
 
     def __init__(self, base: nn.Linear, rank: int = 3) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ def test_lora_around_divided_layers(comm: Any, way: str) -> None:
 
 
 def test_auto_divides_lora_as_its_layers(comm: Any) -> None:
-    """Its factors were divided by its rank beside whole layers: merging added a part's product to them in silence."""
+    """Regression: factors were divided by LoRA's rank next to whole layers, and merging added partial products."""
     torch.manual_seed(0)
     plain = nn.Sequential(LoRA(nn.Linear(WIDTH, HIDDEN)), nn.GELU(), LoRA(nn.Linear(HIDDEN, WIDTH))).double()
     divided: Any = parallelize(copy.deepcopy(plain), comm, "auto", example=data(), report=lambda table: None)

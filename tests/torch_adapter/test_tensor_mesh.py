@@ -1,4 +1,4 @@
-"""Divided layers together with replicas and stages, as one process with the whole batch."""
+"""Divided layers with replicas and stages match one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def alone(steps: int, limit: float = 0.1, rows: int = 4) -> tuple[nn.Module, lis
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("again", [None, False, True])
 def test_replicas(comm: Any, again: bool | None) -> None:
-    """Gradients of two batches are added up and clipped; activations are computed again, collectives within."""
+    """Gradients of two batches are accumulated and clipped; activations and their collectives are recomputed."""
     if comm.size % 2:
         pytest.skip("two ranks divide the model")
     mesh = Mesh(dp=-1, tp=2)
@@ -105,7 +105,7 @@ def test_replicas(comm: Any, again: bool | None) -> None:
 
 
 def trained(pipe: Any, steps: int) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """Train stages as `alone` does, by two batches for each step; return the optimizer and the losses."""
+    """Train stages as `alone` does, with two batches per step; return the optimizer and the losses."""
     optimizer = torch.optim.AdamW(pipe.parameters(), 0.01)
     losses = []
     for step in range(steps):
@@ -128,10 +128,10 @@ def test_stages(comm: Any, schedule: Any, traced: bool) -> None:
     optimizer, losses = trained(pipe, 3)
     whole, expected = alone(3)
     close(losses, expected)
-    found = {name.removeprefix("layers."): value for name, value in pipe.gather_state_dict().items()}
-    close(found, whole.state_dict())
+    result = {name.removeprefix("layers."): value for name, value in pipe.gather_state_dict().items()}
+    close(result, whole.state_dict())
     again = pipeline(model(), mesh["pp"], schedule="gpipe", microbatches=2, loss=F.mse_loss)  # not divided
-    again.load_state_dict(found)
+    again.load_state_dict(result)
     other = torch.optim.AdamW(again.parameters(), 0.01)
     state = pipe.gather_optimizer_state(optimizer)
     if not traced:
@@ -145,7 +145,7 @@ def test_stages(comm: Any, schedule: Any, traced: bool) -> None:
 
 @pytest.mark.ranks(min=4, max=4)
 def test_stages_that_keep_products(comm: Any) -> None:
-    """A Row added up in the memory that a selective checkpoint had kept: gradients were others, in silence."""
+    """Regression: a Row summed in memory kept by a selective checkpoint, so that gradients were silently wrong."""
     mesh = Mesh(pp=2, tp=2)
     pipe = pipeline(
         parallelize(model(), mesh["tp"], PLAN), mesh["pp"], microbatches=2, loss=F.mse_loss, checkpoint="selective"
@@ -157,7 +157,7 @@ def test_stages_that_keep_products(comm: Any) -> None:
 
 
 class _Traced(nn.Module):
-    """No sequence, so that it is cut between operations."""
+    """A model that is no sequence, so that it is cut between operations."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _Traced(nn.Module):
 
 @pytest.mark.ranks(min=2)
 def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
-    """An overflow in the part of one rank: all skip the step, and halve the scale."""
+    """On an overflow in one rank's part, all skip the step and halve the scale."""
     divided: Any = parallelize(model().float(), comm, PLAN)
     optimizer = torch.optim.SGD(divided.parameters(), 0.01)
     scaler = GradScaler(init_scale=8.0, growth_interval=1)
@@ -195,7 +195,7 @@ def test_ranks_agree_on_the_loss_scale(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("kind", ["parts", "experts"])
 def test_a_loss_scale_of_one_rank_is_refused(comm: Any, kind: str) -> None:
-    """An overflow in the part of one rank let it skip the step alone, in silence, with torch's own scaler."""
+    """Regression: with torch's own scaler, a rank with an overflow silently skipped the step alone."""
     layer: Any = parallelize(model(), comm, PLAN) if kind == "parts" else MoE(8, Experts(2 * comm.size, hidden=4), comm)
     optimizer = torch.optim.SGD(layer.parameters(), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -221,8 +221,8 @@ def test_a_mesh_without_data_axes_is_refused(comm: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "wrapped"), [("Adafactor", False), ("Adafactor", True), ("Muon", True), ("LBFGS", False)]
 )
-def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any, kind: str, wrapped: bool) -> None:
-    """They are for whole weights; nothing has changed when they are refused."""
+def test_optimizers_that_need_whole_weights_are_refused(comm: Any, kind: str, wrapped: bool) -> None:
+    """A refusal changes nothing."""
     x, y = batch(2, 0)
     mesh = Mesh(dp=1, tp=-1)
     divided = parallelize(model(), mesh["tp"], PLAN)
@@ -232,9 +232,9 @@ def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any, kind: str,
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        found = F.mse_loss(divided(x), y)
-        found.backward()
-        return found
+        result = F.mse_loss(divided(x), y)
+        result.backward()
+        return result
 
     def step(of: Any) -> None:
         of.step(loss) if kind == "LBFGS" else of.step()
@@ -245,13 +245,13 @@ def test_optimizers_that_look_at_whole_weights_are_refused(comm: Any, kind: str,
     with pytest.raises(UsageError, match=expected):
         step(optimizer)
     close(list(matrices), before)
-    step(make([parameter for parameter in model().parameters() if parameter.dim() == 2][:1]))  # whole ones may
+    step(make([parameter for parameter in model().parameters() if parameter.dim() == 2][:1]))  # whole weights may
 
 
 @pytest.mark.any_ranks
 @pytest.mark.parametrize("traced", [False, True])
-def test_plans_of_what_a_pipeline_cuts(comm: Any, traced: bool) -> None:
-    """A pipeline calls a model's parts, so the check at the model's first call never came."""
+def test_plans_of_pipelined_models_are_checked(comm: Any, traced: bool) -> None:
+    """Regression: a pipeline calls parts of the model, so that the check of its first call never ran."""
     mesh, x = Mesh(pp=comm.size, tp=1), batch(4, 0)[0]
 
     def piped(plan: Any, **options: Any) -> Any:
@@ -273,8 +273,8 @@ def test_plans_of_what_a_pipeline_cuts(comm: Any, traced: bool) -> None:
         piped(wrong).close()
 
 
-def test_tracing_a_model_is_no_call_of_it(comm: Any) -> None:
-    """The check at the first call was spent on what torch.fx calls a model with."""
+def test_tracing_a_model_is_not_its_first_call(comm: Any) -> None:
+    """Regression: the first-call check ran on torch.fx's proxies."""
     inner = parallelize(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), Mesh(tp=comm.size)["tp"], {"0": Column()})
     TracedModel(_Traced(inner), 1)
     with pytest.raises(UsageError, match="returns unsharded values"):

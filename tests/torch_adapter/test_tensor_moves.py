@@ -1,4 +1,4 @@
-"""Moves of tensors: values, gradients and gradients of gradients against the whole tensor in one process."""
+"""Moves of tensors: values, gradients and second gradients compared with the whole tensor in one process."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def whole(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> Tensor:
 
 
 def shard(x: Tensor, comm: Any, dim: int) -> Tensor:
-    """The rank's part: the first ranks have one more."""
+    """Return the rank's part: the first ranks have one more element."""
     own: Tensor = x.tensor_split(comm.size, dim)[comm.rank]
     return own
 
 
 def gradient(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Of a loss whose own gradient depends on `out`, so that there is a second one."""
-    found: Tensor = torch.autograd.grad((out.pow(3) * weight).sum(), x, create_graph=True)[0]
-    return found
+    """Differentiate a loss whose gradient depends on `out`, so that a second one exists."""
+    result: Tensor = torch.autograd.grad((out.pow(3) * weight).sum(), x, create_graph=True)[0]
+    return result
 
 
 def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_copy_adds_what_ranks_make_of_it(comm: Any) -> None:
+def test_copy_sums_gradients(comm: Any) -> None:
     x = whole().requires_grad_()
     weights = [whole(rank + 1) for rank in range(comm.size)]
     first = gradient(copy(x, comm), x, weights[comm.rank])
@@ -46,7 +46,7 @@ def test_copy_adds_what_ranks_make_of_it(comm: Any) -> None:
     close(second, torch.autograd.grad(plain.sum(), twin)[0])
 
 
-def test_reduce_adds_and_leaves_gradients_alone(comm: Any) -> None:
+def test_reduce_sums_and_copies_gradients(comm: Any) -> None:
     parts = [whole(rank).requires_grad_() for rank in range(comm.size)]
     own = whole(comm.rank).requires_grad_()
     out = reduce(own, comm)
@@ -65,15 +65,15 @@ def test_scatter_and_gather(comm: Any, dim: int) -> None:
     close(back, x)
     close(gradient(back, x, whole(1)), 3 * whole().square() * whole(1))
     weight = whole(2)
-    close(gradient(own, x, shard(weight, comm, dim)), 3 * whole().square() * weight)  # joined of all ranks
+    close(gradient(own, x, shard(weight, comm, dim)), 3 * whole().square() * weight)  # joined from all ranks
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_a_partial_gather_adds_what_ranks_make_of_it(comm: Any, dim: int) -> None:
+def test_a_partial_gather_sums_gradients(comm: Any, dim: int) -> None:
     own = shard(whole(), comm, dim).clone().requires_grad_()
     weights = [whole(rank + 1) for rank in range(comm.size)]
-    found = gradient(gather(own, comm, dim, partial=True), own, weights[comm.rank])
-    close(found, shard(3 * whole().square() * sum(weights, torch.zeros(())), comm, dim))
+    result = gradient(gather(own, comm, dim, partial=True), own, weights[comm.rank])
+    close(result, shard(3 * whole().square() * sum(weights, torch.zeros(())), comm, dim))
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -90,9 +90,9 @@ def test_all_to_all(comm: Any, divide: int, join: int) -> None:
     own = shard(whole(), comm, join).clone().requires_grad_()
     out = all_to_all(own, comm, divide, join)
     close(out, shard(whole(), comm, divide))
-    found = gradient(out, own, shard(whole(3), comm, divide))
-    close(found, shard(3 * whole().square() * whole(3), comm, join))
-    twice = torch.autograd.grad(found.sum(), own)[0]
+    result = gradient(out, own, shard(whole(3), comm, divide))
+    close(result, shard(3 * whole().square() * whole(3), comm, join))
+    twice = torch.autograd.grad(result.sum(), own)[0]
     close(twice, shard(6 * whole() * whole(3), comm, join))
 
 
@@ -110,7 +110,7 @@ def test_integers_have_no_gradient(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_misuse(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match="has no dimension 3"):
         scatter(whole(), comm, 3)
     with pytest.raises(UsageError, match="expected a Communicator"):

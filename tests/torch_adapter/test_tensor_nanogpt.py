@@ -1,4 +1,4 @@
-"""nanoGPT as published, whose attention says shapes of the whole: `auto` tells which lines, and what they could say."""
+"""nanoGPT as published, whose attention uses whole shapes: `auto` reports these lines and a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, HEADS, LONGEST = 16, 4, 8
 
 
 class Attention(nn.Module):
-    """Its B, T, C and `self.n_head` are in one shape: C // self.n_head is right of the whole alone."""
+    """B, T, C and `self.n_head` occur in one shape: C // self.n_head is valid only for the whole."""
 
     bias: Tensor
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class Open(Attention):
-    """With what `auto` says of the other one: -1 for what is less on a rank."""
+    """Attention with the remedy of `auto`: -1 for sizes that are smaller on a rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.size()
@@ -90,13 +90,13 @@ def trains_alike(model: nn.Module, plain: nn.Module) -> None:
 
 @pytest.mark.ranks(min=2, max=2)
 @pytest.mark.parametrize("flash", [True, False])
-def test_auto_tells_which_lines_keep_attention_whole(comm: Any, flash: bool) -> None:
-    """It said that `split` was to say how many pieces, which it can do without, and not what could not."""
-    plain, said = Block(Attention, flash), [""]
+def test_auto_reports_lines_that_keep_attention_whole(comm: Any, flash: bool) -> None:
+    """Regression: it reported `split`, which needs no change, and not the line that does."""
+    plain, reports = Block(Attention, flash), [""]
     model = copy.deepcopy(plain)
-    parallelize(model, comm, "auto", example=rows(), report=lambda table: said.append(table))
+    parallelize(model, comm, "auto", example=rows(), report=lambda table: reports.append(table))
     if comm.rank == 0:
-        row = reason(said[-1], "attn.c_attn")
+        row = reason(reports[-1], "attn.c_attn")
         lines = re.findall(r"view in attn, \S*test_tensor_nanogpt.py:(\d+) requests the shape (\[[^]]*\])", row)
         assert [shape for _, shape in lines] == [*["[2, 5, 4, 4]"] * 3, "[2, 5, 16]"], row
         assert len({line for line, _ in lines}) == 4, row
@@ -108,7 +108,7 @@ def test_auto_tells_which_lines_keep_attention_whole(comm: Any, flash: bool) -> 
 
 @pytest.mark.ranks(max=2)
 @pytest.mark.parametrize("flash", [True, False])
-def test_with_what_it_says_attention_is_divided(comm: Any, flash: bool) -> None:
+def test_with_the_suggested_change_attention_is_divided(comm: Any, flash: bool) -> None:
     plain = Block(Open, flash)
     model = copy.deepcopy(plain)
     parallelize(model, comm, "auto", example=rows(), report=lambda table: None)
@@ -117,8 +117,8 @@ def test_with_what_it_says_attention_is_divided(comm: Any, flash: bool) -> None:
     trains_alike(model, plain)
 
 
-def test_code_that_cannot_change_takes_whole_heads(comm: Any) -> None:
-    """As much of the weights on a rank, and more traffic."""
+def test_unchangeable_code_gathers_heads(comm: Any) -> None:
+    """Each rank has as few weights, at the price of more traffic."""
     plan: Plan = {"attn.c_attn": Column(gather=True), "attn.c_proj": Row(split=True)}
     plain = Block(Attention, True)
     model = parallelize(copy.deepcopy(plain), comm, plan, verify=rows())

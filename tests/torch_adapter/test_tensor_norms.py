@@ -1,4 +1,4 @@
-"""Steps with divided parameters: norms of PyTorch's own, replicas that would part, and optimizers that have state."""
+"""Steps with divided parameters: PyTorch's own norms, replicas that would diverge, and optimizers with state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def close(got: Any, expected: Any, tolerance: float = 1e-12) -> None:
 
 
 def in_two(model: nn.Module, limit: float, kind: float) -> Tensor:
-    """Clip by the two functions of which PyTorch's one consists."""
+    """Clip by the two functions that make up PyTorch's."""
     parameters = list(model.parameters())
     norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None], kind)
     nn.utils.clip_grads_with_norm_(parameters, limit, norm)
@@ -61,8 +61,8 @@ CLIPS: dict[str, Callable[[nn.Module, float, float], Tensor]] = {
 
 @pytest.mark.parametrize("kind", [2.0, *(pytest.param(kind, marks=pytest.mark.long) for kind in (1, 3.0)), math.inf])
 @pytest.mark.parametrize("way", CLIPS)
-def test_norms_of_pytorch_are_those_of_whole_weights(comm: Any, way: str, kind: float) -> None:
-    """Each rank took the norm of its own parts, and scaled what is whole by another factor: LayerNorms parted."""
+def test_norms_of_pytorch_match_whole_weights(comm: Any, way: str, kind: float) -> None:
+    """Regression: each rank used its own parts, and scaled whole weights by a different factor: LayerNorms diverged."""
     plain, model = whole(), parallelize(whole(), comm, PLAN)
     norms = []
     for one in (plain, model):
@@ -77,7 +77,7 @@ def test_norms_of_pytorch_are_those_of_whole_weights(comm: Any, way: str, kind: 
 
 
 @pytest.mark.parametrize("given", ["list", "generator", "values", "submodule"])
-def test_our_clipping_takes_any_list_of_parts(comm: Any, given: str) -> None:
+def test_our_clipping_accepts_any_list_of_parts(comm: Any, given: str) -> None:
     plain: Any = whole()
     model: Any = parallelize(whole(), comm, PLAN)
     norms = []
@@ -94,7 +94,7 @@ def test_our_clipping_takes_any_list_of_parts(comm: Any, given: str) -> None:
     close(model[3].weight.grad, plain[3].weight.grad)
 
 
-def test_an_error_of_pytorch_stays_one(comm: Any) -> None:
+def test_an_error_of_pytorch_is_raised_unchanged(comm: Any) -> None:
     model: Any = parallelize(whole(), comm, PLAN)
     backward(model)
     if comm.rank == comm.size - 1:
@@ -104,7 +104,7 @@ def test_an_error_of_pytorch_stays_one(comm: Any) -> None:
 
 
 def test_experts_count_as_a_whole(comm: Any) -> None:
-    """Each rank scaled the router by the norm of its own experts."""
+    """Regression: each rank scaled the router by the norm of its own experts."""
     layer = MoE(6, Experts(2 * comm.size, hidden=4), comm).double()
     layer(torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).square().sum().backward()
     ours = clip_grad_norm_(layer.parameters(), math.inf)
@@ -112,7 +112,7 @@ def test_experts_count_as_a_whole(comm: Any) -> None:
 
 
 def by_hand(model: nn.Module) -> None:
-    """Clip by a norm of one's own."""
+    """Clip with a user-defined norm."""
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     for gradient in gradients:
@@ -120,8 +120,8 @@ def by_hand(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("late", [1, 3, 70])
-def test_ranks_that_would_part_are_told(comm: Any, late: int) -> None:
-    """By a norm of this rank's parts alone whole weights became others on each rank, in silence."""
+def test_diverging_ranks_are_reported(comm: Any, late: int) -> None:
+    """Regression: with a norm of this rank's parts, whole weights silently differed among ranks."""
     model = parallelize(whole(), comm, PLAN)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
@@ -140,7 +140,7 @@ def test_ranks_that_would_part_are_told(comm: Any, late: int) -> None:
         train()
 
 
-def test_other_batches_along_the_axis_are_told(comm: Any) -> None:
+def test_different_batches_along_the_axis_are_reported(comm: Any) -> None:
     if comm.size == 1:
         return
     model = parallelize(whole(), comm, PLAN)
@@ -149,31 +149,31 @@ def test_other_batches_along_the_axis_are_told(comm: Any) -> None:
         torch.optim.AdamW(model.parameters()).step()
 
 
-def test_what_is_zero_but_for_rounding_may_differ(comm: Any) -> None:
-    """A whole weight without an effect has a gradient of rounding errors, which may be others on each rank."""
+def test_gradients_of_rounding_errors_may_differ(comm: Any) -> None:
+    """A whole weight without effect has a gradient of rounding errors, which may differ among ranks."""
     model = parallelize(whole(), comm, PLAN)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     backward(model)
     model[2].bias.grad = torch.full((6,), 1e-17 * (1 + comm.rank), dtype=torch.float64)
     optimizer.step()
     model[2].bias.grad = torch.full((6,), math.nan if comm.rank else 1.0, dtype=torch.float64)
-    optimizer.step()  # nothing is said of it
+    optimizer.step()  # no error
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01),
     "adamw, amsgrad, foreach": lambda parameters: torch.optim.AdamW(parameters, 0.01, amsgrad=True, foreach=True),
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.01),  # has state when it is made
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.01),  # has state when it is created
 }
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_state_from_before_the_model_was_divided_is_divided(comm: Any, kind: str, steps: int) -> None:
-    """It was refused, by an error about sizes of tensors, though Keras divides it."""
+def test_earlier_optimizer_state_is_divided(comm: Any, kind: str, steps: int) -> None:
+    """Regression: it was refused by an error about tensor sizes, although Keras divides it."""
     plain, model = whole(), whole()
-    others = parallelize(whole(1), comm, PLAN)  # optimizers have looked before
+    others = parallelize(whole(1), comm, PLAN)  # optimizers have been checked before
     backward(others)
     optimizers = [OPTIMIZERS[kind](one.parameters()) for one in (plain, model)]
     for step in range(steps + 3):
@@ -211,7 +211,7 @@ def test_whole_state_may_be_loaded_at_any_time(comm: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:rank . of")
 def test_state_of_another_part_is_refused(comm: Any, tmp_path: Any) -> None:
-    """Moments of another rank's part have the same shape, and were taken for one's own."""
+    """Regression: moments of another rank's part have the same shape, and were accepted."""
     model = parallelize(whole(), comm, PLAN)
     optimizer = trained(model)
     state = optimizer.state_dict()
@@ -229,8 +229,8 @@ def test_state_of_another_part_is_refused(comm: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["optimizer", "wrapper"])
-def test_marks_know_their_mesh(comm: Any, way: str) -> None:
-    """Without mesh= it was an error, though what is divided knows which ranks have the same part."""
+def test_marks_identify_their_mesh(comm: Any, way: str) -> None:
+    """Regression: it was an error without mesh=, although marks identify the ranks with the same part."""
     mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
     plain, model = whole(), parallelize(whole(mesh.coordinate("dp")), mesh["tp"], PLAN)
     broadcast_parameters(model.state_dict(), 0)
@@ -256,7 +256,7 @@ def test_marks_know_their_mesh(comm: Any, way: str) -> None:
     mesh.close()
 
 
-def test_a_mesh_of_parts_alone_reduces_nothing(comm: Any) -> None:
+def test_a_mesh_without_replicas_reduces_nothing(comm: Any) -> None:
     mesh = Mesh(tp=-1)
     plain, model = whole(), parallelize(whole(), mesh["tp"], PLAN)
     broadcast_parameters(model.state_dict(), comm.size - 1)
@@ -270,8 +270,8 @@ def test_a_mesh_of_parts_alone_reduces_nothing(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda m: DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1)), DataParallel])
-def test_a_model_is_divided_before_its_gradients_are_reduced(comm: Any, wrap: Any) -> None:
-    """The other way round gradients had the shapes of the whole: a RuntimeError in the first backward."""
+def test_a_model_must_be_divided_before_its_gradients_are_reduced(comm: Any, wrap: Any) -> None:
+    """Regression: in the other order gradients had whole shapes: a RuntimeError in the first backward."""
     if comm.size == 1:
         return
     model = whole()
@@ -281,8 +281,8 @@ def test_a_model_is_divided_before_its_gradients_are_reduced(comm: Any, wrap: An
     del wrapped
 
 
-def test_ranks_that_know_no_mesh_are_told(comm: Any) -> None:
-    """One stage has divided layers, another has none: they would have reduced over different ranks."""
+def test_ranks_without_a_mesh_are_refused(comm: Any) -> None:
+    """If only some stages have divided layers, ranks would reduce over different groups."""
     if comm.size == 1:
         return
     mesh = Mesh(pp=comm.size, tp=1)

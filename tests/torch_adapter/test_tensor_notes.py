@@ -1,4 +1,4 @@
-"""What is divided knows it wherever it goes: notes were lost, and parts of weights were taken for whole ones."""
+"""Marks of divided parameters survive copies and loading; without them, parts were taken for whole weights."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_divided_parameter_is_known_as_one(comm: Any, way: str) -> None:
-    """`gather_state_dict` wrote parts as if they were whole, and norms counted parts of one rank."""
+def test_a_divided_parameter_keeps_its_mark(comm: Any, way: str) -> None:
+    """Regression: `gather_state_dict` wrote parts as if they were whole, and norms counted one rank's parts."""
     model = WAYS[way](parallelize(whole(), comm, PLAN))
     divided = [name for name, parameter in model.named_parameters() if shard_of(parameter) is not None]
     assert divided == ["0.weight", "0.bias", "2.weight"]
@@ -93,14 +93,14 @@ def test_a_divided_parameter_is_known_as_one(comm: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["overwrite", "swap", "deepcopy", "to_empty"])
-def test_experts_are_known_as_parts(comm: Any, way: str) -> None:
+def test_experts_keep_their_marks(comm: Any, way: str) -> None:
     model = WAYS[way](MoE(6, Experts(2 * comm.size, hidden=4), comm).double())
     shapes = {name: tuple(value.shape) for name, value in gather_state_dict(model).items()}
     assert shapes["experts.up.weight"] == (2 * comm.size, 4, 6)
     assert all(shard_of(parameter) is not None for parameter in model.experts.parameters())
 
 
-def test_a_whole_weight_in_the_place_of_a_part_is_refused(comm: Any) -> None:
+def test_a_whole_weight_in_place_of_a_part_is_refused(comm: Any) -> None:
     model: Any = parallelize(whole(), comm, PLAN)
     if comm.size > 1:
         with pytest.raises(UsageError, match=r"weight .* now has shape \[8, 6\], expected"):
@@ -115,8 +115,8 @@ def test_a_whole_weight_in_the_place_of_a_part_is_refused(comm: Any) -> None:
         lambda layer: parametrizations.weight_norm(layer),
     ],
 )
-def test_what_looks_at_whole_weights_is_refused_on_parts(comm: Any, look: Callable[[Any], object]) -> None:
-    """Pruning took the smallest half of each rank's part."""
+def test_operations_on_whole_weights_are_refused_on_parts(comm: Any, look: Callable[[Any], object]) -> None:
+    """Regression: pruning removed the smallest half of each rank's part."""
     model: Any = parallelize(whole(), comm, PLAN)
     with pytest.raises(UsageError, match="before the layer is sharded"):
         look(model[0])
@@ -131,8 +131,8 @@ def test_what_looks_at_whole_weights_is_refused_on_parts(comm: Any, look: Callab
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_weight_that_is_made_of_others_is_refused_by_name(comm: Any, make: Any, made_of: str) -> None:
-    """It was an AttributeError."""
+def test_a_derived_weight_is_refused_by_name(comm: Any, make: Any, made_of: str) -> None:
+    """Regression: it raised AttributeError."""
     model: Any = whole()
     make(model[0])
     with pytest.raises(UsageError, match=rf"plan: 0: its weight is not a parameter, but computed from .*{made_of}"):
@@ -140,7 +140,7 @@ def test_a_weight_that_is_made_of_others_is_refused_by_name(comm: Any, make: Any
 
 
 class Everything(nn.Module):
-    """One of each layer that can be divided."""
+    """A model with one of each layer that can be divided."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,13 +174,13 @@ def initialized(name: str) -> Callable[[nn.Module], None]:
 
 
 def taken(model: nn.Module) -> None:
-    """As tables of Hugging Face have the functions."""
+    """Initialise weights in place, as Hugging Face's models do."""
     for parameter in model.parameters():
         normal_before(parameter, std=0.1)
 
 
 def data(model: nn.Module) -> None:
-    """As published code gives weights to the functions."""
+    """Initialise weights through `.data`, as published code does."""
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.xavier_normal_(parameter.data)
@@ -201,8 +201,8 @@ WAYS_TO_BEGIN: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.parametrize("way", WAYS_TO_BEGIN)
-def test_what_is_initialised_is_the_whole(comm: Any, way: str) -> None:
-    """All ranks drew the same numbers for their parts, of other sizes than those of the whole."""
+def test_initialisation_draws_the_whole(comm: Any, way: str) -> None:
+    """Regression: all ranks drew the same numbers for their parts, scaled for the sizes of the parts."""
     torch.manual_seed(0)
     plain = Everything()
     model = parallelize(copy.deepcopy(plain), comm, EVERYTHING)
@@ -217,16 +217,16 @@ def test_what_is_initialised_is_the_whole(comm: Any, way: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_piece_of_a_divided_weight_is_not_initialised(comm: Any) -> None:
-    """Each rank made its own as if it was that of the whole."""
+def test_a_slice_of_a_divided_weight_is_not_initialised(comm: Any) -> None:
+    """Regression: each rank initialised its slice as if it were that of the whole."""
     model: Any = parallelize(whole(), comm, PLAN)
     for piece in (model[0].weight.data[:1], model[0].weight.data.T):
         with pytest.raises(UsageError, match="is a view of a sharded parameter"):
             nn.init.normal_(piece)
 
 
-def test_files_do_not_take_parts_for_the_whole(comm: Any, tmp_path: Any) -> None:
-    """safetensors, and so save_pretrained, wrote parts of one rank in silence; torch.save said nothing."""
+def test_files_refuse_parts(comm: Any, tmp_path: Any) -> None:
+    """Regression: safetensors, and so save_pretrained, silently wrote one rank's parts; torch.save gave no warning."""
     files = pytest.importorskip("safetensors.torch")
     model = parallelize(whole(), comm, PLAN)
     path = tmp_path / f"{comm.rank}.safetensors"
@@ -241,8 +241,8 @@ def test_files_do_not_take_parts_for_the_whole(comm: Any, tmp_path: Any) -> None
         assert torch.equal(value, whole().state_dict()[name])
 
 
-def test_ranks_with_other_parts_are_never_averaged(comm: Any) -> None:
-    """Without mesh= the parts of different ranks were averaged, in silence; broadcast made all of them rank 0's."""
+def test_different_parts_are_never_averaged(comm: Any) -> None:
+    """Regression: without mesh= different ranks' parts were silently averaged; broadcast replaced them by rank 0's."""
     model = parallelize(whole(), comm, PLAN)
     if comm.size == 1:
         return
@@ -260,7 +260,7 @@ def test_ranks_with_other_parts_are_never_averaged(comm: Any) -> None:
             call()
 
 
-def test_ranks_with_the_same_part_are(comm: Any) -> None:
+def test_equal_parts_are_averaged(comm: Any) -> None:
     mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
     model = parallelize(whole(), mesh["tp"], PLAN)
     broadcast_parameters(model.state_dict(), ranks=mesh["dp"])

@@ -1,4 +1,4 @@
-"""Every pair of axes in a mesh of 2 x 2 trains a transformer as one process does, in float64."""
+"""Pairs of axes in a mesh of 2 x 2 train a transformer as one process does, in float64."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_pairs(comm: Any, axes: str) -> None:
         return context.loss_mean(total, targets.numel(), cp)
 
     staged = mesh["pp"].size > 1
-    passes = 2 if axes == "dp cp" else 1  # gradients of several backwards are added up
+    passes = 2 if axes == "dp cp" else 1  # gradients of several backwards accumulate
     if staged:
         model = pipeline(model, mesh["pp"], schedule="1f1b", microbatches=2, loss=loss_of)
     optimizer: Any = DistributedOptimizer(

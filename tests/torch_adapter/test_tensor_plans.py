@@ -1,4 +1,4 @@
-"""Plans of PyTorch models: wrong ones are refused, right ones accepted, and verify names the layer that differs."""
+"""Plans of PyTorch models: invalid ones are refused, valid ones accepted, and verify names the layer that differs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WORDS, WIDTH, HEADS, TOKENS = 37, 24, 6, 5
 
 
 class Slopes(nn.Module):
-    """Draws slopes by a function."""
+    """Computes slopes by a function."""
 
     def forward(self, x):
         return F.rrelu(x, training=self.training)
 
 
 class Attention(nn.Module):
-    """Heads in the ways in which models cut them."""
+    """Heads, split in the ways that models use."""
 
     def __init__(self, kv: int, way: str) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class OwnNorm(nn.Module):
-    """A norm that is made of operations, as many models have it."""
+    """A norm written as operations, as in many models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """GPT with way="chunk"; LLaMA with grouped queries, gates and norms of its own."""
+    """GPT with way="chunk"; LLaMA with grouped queries, gates and its own norms."""
 
     def __init__(self, **options) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def tp(comm):
     return commlib.Mesh(tp=comm.size)["tp"]
 
 
-def made(kind, *args, **options):
+def build(kind, *args, **options):
     torch.manual_seed(3)
     return kind(*args, **options).double()
 
@@ -125,7 +125,7 @@ def rows():
 
 
 def same_training(plain, divided, x):
-    """Train both for some steps; the losses are equal."""
+    """Train both for some steps and check that losses are equal."""
     optimizers = [torch.optim.Adam(model.parameters(), 1e-2) for model in (plain, divided)]
     for _ in range(3):
         losses = []
@@ -139,15 +139,15 @@ def same_training(plain, divided, x):
         assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 
 
-def refused(tp, model, plan, said, x=None):
-    """The plan is refused before anything is divided, and without an example at the first call."""
+def refused(tp, model, plan, text, x=None):
+    """Check that the plan is refused before anything is divided, and without an example at the first call."""
     x = rows() if x is None else x
     whole = copy.deepcopy(model)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         parallelize(whole, tp, plan, example=x)
     assert not any(hasattr(module, "style") for module in whole.modules())
     divided = parallelize(model, tp, plan)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=text):
         divided(x)
 
 
@@ -155,12 +155,12 @@ def refused(tp, model, plan, said, x=None):
 class TestPlans:
     @pytest.mark.parametrize("options", [GPT, LLAMA, FUSED])
     def test_auto(self, tp, options):
-        """Names say nothing: plans come from which layer follows which."""
-        said: list[str] = []
-        model = made(LanguageModel, **options)
+        """Plans depend on the order of layers, not on their names."""
+        reports: list[str] = []
+        model = build(LanguageModel, **options)
         plain = copy.deepcopy(model)
-        divided = parallelize(model, tp, "auto", verify=words(), report=said.append)
-        assert len(said) == (tp.rank == 0)
+        divided = parallelize(model, tp, "auto", verify=words(), report=reports.append)
+        assert len(reports) == (tp.rank == 0)
         styles = {name: module.style for name, module in divided.named_modules() if hasattr(module, "style")}
         for block in ("m.0", "m.1"):
             firsts = ("a", "b", "c") if options is LLAMA else ("abc",)
@@ -174,36 +174,36 @@ class TestPlans:
         same_training(plain, divided, words())
 
     def test_auto_of_an_encoder_layer(self, tp):
-        model = made(nn.TransformerEncoderLayer, WIDTH, HEADS, 41, 0.0, batch_first=True)
+        model = build(nn.TransformerEncoderLayer, WIDTH, HEADS, 41, 0.0, batch_first=True)
         plain = copy.deepcopy(model)
         divided: Any = parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
         assert (divided.linear1.style, divided.linear2.style) == (Column(), Row())
         same_training(plain, divided, rows())
 
-    def test_auto_says_why(self, tp):
-        said: list[str] = []
+    def test_auto_gives_reasons(self, tp):
+        reports: list[str] = []
         with pytest.raises(UsageError, match="finds no layer"):
             parallelize(nn.Sequential(nn.Linear(4, 6), nn.Softmax(-1), nn.Linear(6, 4)), tp, "auto",
-                        example=torch.rand(2, 4), report=said.append)  # fmt: skip
-        assert tp.rank or "needs a full dimension" in " ".join(said[0].split())
+                        example=torch.rand(2, 4), report=reports.append)  # fmt: skip
+        assert tp.rank or "needs a full dimension" in " ".join(reports[0].split())
         with pytest.raises(UsageError, match="pass a batch as example= or verify="):
             parallelize(nn.Linear(4, 6), tp, "auto")
         with pytest.raises(UsageError, match='expected styles by names of layers, or "auto"'):
             parallelize(nn.Linear(4, 6), tp, "Auto")  # type: ignore[arg-type]
 
-    def test_auto_leaves_out_what_cannot_be_divided(self, tp):
-        """A convolution in groups is as good as any other to the rules, but no layer knows how to divide it."""
-        said: list[str] = []
+    def test_auto_leaves_out_indivisible_layers(self, tp):
+        """The rules treat grouped convolutions like others, but the layer cannot be divided."""
+        reports: list[str] = []
         grouped = nn.Sequential(nn.Conv1d(4, 12, 1), nn.ReLU(), nn.Conv1d(12, 4, 1, groups=4))
         model = nn.Sequential(grouped, nn.Sequential(nn.Conv1d(4, 12, 1), nn.ReLU(), nn.Conv1d(12, 4, 1)))
-        divided = parallelize(model, tp, "auto", example=torch.rand(2, 4, 5), report=said.append)
+        divided = parallelize(model, tp, "auto", example=torch.rand(2, 4, 5), report=reports.append)
         styles = {name: module.style for name, module in divided.named_modules() if hasattr(module, "style")}
         assert styles == {"1.0": Column(), "1.2": Row()}
-        assert tp.rank or "0.2 cannot be sharded as Row()" in " ".join(said[0].split())
+        assert tp.rank or "0.2 cannot be sharded as Row()" in " ".join(reports[0].split())
 
     @pytest.mark.parametrize("way", ["verify", "example", "first call"])
-    def test_right_plans(self, tp, way):
-        model = made(Block)
+    def test_valid_plans(self, tp, way):
+        model = build(Block)
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -211,7 +211,7 @@ class TestPlans:
             same_training(plain, divided, rows())
 
     @pytest.mark.parametrize(
-        ("left_out", "said"),
+        ("left_out", "text"),
         [
             ("g.d", r"g\.d \(Linear\).*takes all features"),
             ("g.a", r"sharded values combine only with values sharded the same way"),
@@ -220,14 +220,14 @@ class TestPlans:
             ("h", r"i \((Row)?Linear\).*a Row takes an input that a Column has sharded.*split=True"),
         ],
     )
-    def test_what_is_left_out(self, tp, left_out, said):
-        refused(tp, made(Block), {name: style for name, style in PLAN.items() if name != left_out}, said)
+    def test_what_is_left_out(self, tp, left_out, text):
+        refused(tp, build(Block), {name: style for name, style in PLAN.items() if name != left_out}, text)
 
-    def test_wrong_plans(self, tp):
+    def test_invalid_plans(self, tp):
         fused: Plan = {"g.d": Row(units=HEADS), **PAIR}
-        refused(tp, made(Block, **GPT), {**fused, "g.abc": Column(units=HEADS)}, r"chunk in g.*Column\(parts=3\)")
-        refused(tp, made(Block, **FUSED), {**fused, "g.abc": Column()}, r"needs a full dimension|fused features")
-        refused(tp, made(Block), {**PLAN, "i": Row(sequence=1)}, r"add.*sharded|returns unsharded values")
+        refused(tp, build(Block, **GPT), {**fused, "g.abc": Column(units=HEADS)}, r"chunk in g.*Column\(parts=3\)")
+        refused(tp, build(Block, **FUSED), {**fused, "g.abc": Column()}, r"needs a full dimension|fused features")
+        refused(tp, build(Block), {**PLAN, "i": Row(sequence=1)}, r"add.*sharded|returns unsharded values")
         norm = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 8))
         refused(tp, norm, {"0": Column(), "2": Row()}, "needs a full dimension", torch.rand(3, 8))
         dropout = nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.1), nn.Linear(12, 8))
@@ -238,7 +238,7 @@ class TestPlans:
         slope = nn.Sequential(nn.Linear(8, 12), nn.PReLU(), nn.Linear(12, 8))
         refused(tp, slope, {"0": Column(), "2": Row()}, "take gradients from unsharded values", torch.rand(3, 8))
 
-    def test_an_output_may_stay_divided_if_one_says_so(self, tp):
+    def test_an_output_may_stay_divided_if_declared(self, tp):
         model = nn.Sequential(nn.Linear(8, 12), nn.ReLU())
         refused(tp, copy.deepcopy(model), {"0": Column()}, "a model returns unsharded values", torch.rand(3, 8))
         out = parallelize(model, tp, {"0": Column()}, verify=torch.rand(3, 8), divided_output=True)(torch.rand(3, 8))
@@ -253,14 +253,14 @@ class TestPlans:
         with pytest.raises(UsageError, match="tied weights need one style"):
             parallelize(model, tp, {"0": Column(), "2": Row()}, example=torch.rand(3, 8))
 
-    def test_moves_of_a_model_itself_are_not_judged(self, tp):
-        """On one rank, too, where they move nothing."""
-        model = parallelize(made(Moves, tp), tp, {"down": Row()})
+    def test_a_models_own_moves_are_not_judged(self, tp):
+        """This also holds on one rank, where they move nothing."""
+        model = parallelize(build(Moves, tp), tp, {"down": Row()})
         assert model(rows()).shape == rows().shape
 
     @pytest.mark.ranks(min=2)
-    def test_a_fixed_number_of_heads_is_found(self, tp):
-        """einops and views that say how many heads there are mix heads, or fail, on a rank that has some."""
+    def test_a_fixed_number_of_heads_is_detected(self, tp):
+        """einops and views with a fixed number of heads mix heads, or fail, on a rank that has only some."""
 
         class Mixing(nn.Module):
             def __init__(self):
@@ -274,18 +274,18 @@ class TestPlans:
 
         plan: Plan = {"a": Column(), "b": Row()}
         with pytest.raises(UsageError, match=r"reshape in the model.* unsharded, but \[2, 5, 6, .*use -1"):
-            parallelize(made(Mixing), tp, plan, example=rows())
-        alone = parallelize(made(Mixing), tp, plan)
+            parallelize(build(Mixing), tp, plan, example=rows())
+        alone = parallelize(build(Mixing), tp, plan)
         if tp.size == 3:  # 8 features are no 6 heads
             with pytest.raises(UsageError, match=r"reshape in the model.*cannot become \[2, 5, 6, -1\]"):
                 alone(rows())
         else:
             with pytest.raises(UsageError, match=r"reshape in the model.* unsharded, but \[2, 5, 6, .*use -1"):
-                alone(rows())  # which warned, with the proof, and went on
+                alone(rows())  # which warned, with the reason, and continued
 
 
 class Moves(nn.Module):
-    """A model that divides rows, and joins them again, by moves of its own."""
+    """A model that scatters and gathers rows by its own moves."""
 
     def __init__(self, axis) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Moves(nn.Module):
 
 
 class Fails(nn.Sequential):
-    """A model that says a shape in numbers."""
+    """A model with a shape in numbers."""
 
     def forward(self, x):
         return self[1](self[0](x).view(3, 2, 6).flatten(1))
@@ -308,7 +308,7 @@ class TestVerify:
     @pytest.mark.ranks(min=2)
     @pytest.mark.parametrize("name", ["g.b", "g.d", "i", "e"])
     def test_a_layer_that_differs_is_named(self, tp, name):
-        plain = made(Block)
+        plain = build(Block)
         divided = parallelize(copy.deepcopy(plain), tp, PLAN, example=rows())
         verify(divided, plain, tp, rows())
         if tp.rank == 1:
@@ -316,15 +316,15 @@ class TestVerify:
                 divided.get_submodule(name).weight.view(-1)[0] += 1e-3
         with pytest.raises(UsageError) as caught:
             verify(divided, plain, tp, rows())
-        said = str(caught.value)
-        assert f"verify: {name} (" in said, said
+        text = str(caught.value)
+        assert f"verify: {name} (" in text, text
         ranks = "rank 1 of" if name in ("g.b", "e") else "ranks 0, 1" if tp.size == 2 else "ranks 0, 1, 2"
-        assert ranks in said, said
+        assert ranks in text, text
         verify(divided, plain, tp, rows(), tolerance=1.0)
 
     @pytest.mark.ranks(min=2)
     def test_a_wrong_gradient_is_named(self, tp):
-        """The forward is right, but a layer loses a part of the gradient on the way back."""
+        """The forward is correct, but a layer loses a part of the gradient."""
 
         class Loses(torch.autograd.Function):
             @staticmethod
@@ -342,7 +342,7 @@ class TestVerify:
                 y = self[0](x)
                 return self[1](Loses.apply(y) if self.loses else y)
 
-        plain: Any = made(Lossy, nn.Linear(7, 9), nn.Linear(9, 5))
+        plain: Any = build(Lossy, nn.Linear(7, 9), nn.Linear(9, 5))
         divided: Any = parallelize(copy.deepcopy(plain), tp, {"0": Column(), "1": Row()}, verify=rows()[0, :, :7])
         divided.loses = True
         with pytest.raises(UsageError, match=r"the gradient of input 0 differs.* 0\.5 of its largest"):
@@ -366,7 +366,7 @@ class TestVerify:
     def test_batches_and_dtypes(self, tp, batch, dtype):
         x = rows()[0, :, :7].to(dtype)
         given = {"tensor": x, "tuple": (x,), "dict": {"input": x}}[batch]
-        model = made(nn.Sequential, nn.Linear(7, 9), nn.Linear(9, 5)).to(dtype)
+        model = build(nn.Sequential, nn.Linear(7, 9), nn.Linear(9, 5)).to(dtype)
         parallelize(model, tp, {"0": Column(), "1": Row()}, verify=given)
 
     def test_a_batch_of_another_kind_is_refused(self, tp):
@@ -374,7 +374,7 @@ class TestVerify:
             parallelize(nn.Linear(7, 9), tp, {"": Column()}, verify="x")
 
     @pytest.mark.ranks(min=2)
-    def test_a_model_that_fails_when_divided_is_told(self, tp):
+    def test_a_model_that_fails_when_divided_is_reported(self, tp):
         model = Fails(nn.Linear(8, 12), nn.Linear(12, 8))
         with pytest.raises(UsageError, match=r"view in the model.*cannot become \[3, 2, 6\] on this rank.*use -1"):
             parallelize(copy.deepcopy(model), tp, {"0": Column(), "1": Row()}, example=torch.rand(3, 8))
@@ -384,9 +384,9 @@ class TestVerify:
 
 @pytest.mark.ranks(max=2)
 def test_first_calls_are_checked_once(tp):
-    """The check runs the model three times more: with its parts, as the whole, and with its parts beside that.
+    """The check runs the model three more times: divided, whole, and divided next to the whole.
 
-    What goes out of the process tells, but no list that the model appends to.
+    Output of the process reveals the runs, but no list that the model appends to.
     """
     calls, printed = [], io.StringIO()
 
@@ -396,7 +396,7 @@ def test_first_calls_are_checked_once(tp):
             printed.write("x")
             return super().forward(x)
 
-    model = parallelize(made(Counted, nn.Linear(7, 9), nn.Linear(9, 5)), tp, {"0": Column(), "1": Row()})
+    model = parallelize(build(Counted, nn.Linear(7, 9), nn.Linear(9, 5)), tp, {"0": Column(), "1": Row()})
     other = copy.deepcopy(model)
     for each in (model, other):
         calls.clear()

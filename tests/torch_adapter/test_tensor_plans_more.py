@@ -43,8 +43,8 @@ class LanguageModel(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids) + self.places(torch.arange(TOKENS))
         x = x + self.down(self.drop(self.act(self.up(self.norm(x)))))
-        found: Tensor = self.head(self.last(x))
-        return found
+        result: Tensor = self.head(self.last(x))
+        return result
 
 
 class OneHeadOfKeys(nn.Module):
@@ -57,8 +57,8 @@ class OneHeadOfKeys(nn.Module):
         q = self.q(x).unflatten(2, (-1, 4)).transpose(1, 2)
         k, v = (layer(x).unsqueeze(1) for layer in (self.k, self.v))
         y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
-        found: Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return result
 
 
 ALONG: Plan = {
@@ -76,7 +76,7 @@ def tp(comm):
     return commlib.Mesh(tp=comm.size)["tp"]
 
 
-def made(kind, *args, **options):
+def build(kind, *args, **options):
     torch.manual_seed(3)
     return kind(*args, **options).double()
 
@@ -106,7 +106,7 @@ def same_losses(plain, divided, x):
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("tied", [False, True])
 def test_auto_divides_words_and_logits(tp, tied):
-    model: Any = made(LanguageModel, tied=tied)
+    model: Any = build(LanguageModel, tied=tied)
     plain = copy.deepcopy(model)
     parallelize(model, tp, "auto", verify=words(), report=lambda table: None)
     assert (model.words.style, model.head.style) == (Vocabulary(), Vocabulary(gather=True))
@@ -118,7 +118,7 @@ def test_auto_divides_words_and_logits(tp, tied):
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_auto_of_an_encoder_layer(tp, norm_first):
-    model: Any = made(nn.TransformerEncoderLayer, WIDTH, HEADS, 41, 0.1, batch_first=True, norm_first=norm_first)
+    model: Any = build(nn.TransformerEncoderLayer, WIDTH, HEADS, 41, 0.1, batch_first=True, norm_first=norm_first)
     plain = copy.deepcopy(model)
     parallelize(model, tp, "auto", verify=rows(), report=lambda table: None)
     assert model.self_attn.style == Column()
@@ -128,7 +128,7 @@ def test_auto_of_an_encoder_layer(tp, norm_first):
 
 @pytest.mark.ranks(max=3)
 def test_auto_shares_one_head_of_keys(tp):
-    model: Any = made(OneHeadOfKeys)
+    model: Any = build(OneHeadOfKeys)
     plain = copy.deepcopy(model)
     parallelize(model, tp, "auto", verify=rows(), report=lambda table: None)
     assert (model.q.style, model.o.style) == (Column(units=HEADS), Row(units=HEADS))
@@ -137,19 +137,19 @@ def test_auto_shares_one_head_of_keys(tp):
 
 
 class Without(LanguageModel):
-    """Positions would be those of a shard: they are left out."""
+    """A model without positions, which would be those of a shard."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
         x = x + self.down(self.drop(self.act(self.up(self.norm(x)))))
-        found: Tensor = self.head(self.last(x))
-        return found
+        result: Tensor = self.head(self.last(x))
+        return result
 
 
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("way", ["verify", "example", "first call"])
 def test_a_region_along_its_sequence(tp, way):
-    model = made(Without)
+    model = build(Without)
     plain = copy.deepcopy(model)
     divided = parallelize(model, tp, ALONG, **({} if way == "first call" else {way: words()}))
     verify(divided, plain, tp, words())
@@ -158,7 +158,7 @@ def test_a_region_along_its_sequence(tp, way):
 
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "text"),
     [
         ({"norm": None}, r"norm \(LayerNorm\).*unsharded weights take gradients"),
         ({"head": None}, r"head \(Linear\).*unsharded weights take gradients"),
@@ -169,42 +169,42 @@ def test_a_region_along_its_sequence(tp, way):
         ({"places": None}, "sharded values combine only"),
     ],
 )
-def test_wrong_regions_are_refused(tp, changes, said):
+def test_wrong_regions_are_refused(tp, changes, text):
     kind = LanguageModel if "places" in changes else Without
     plan = {"drop": Sequence(-1), **ALONG, **changes}
     plan = {name: style for name, style in plan.items() if style is not None}
     for options in ({"example": words()}, {}):
-        with pytest.raises(UsageError, match=said):
-            parallelize(made(kind, dropout=0.1), tp, plan, **options)(words())
+        with pytest.raises(UsageError, match=text):
+            parallelize(build(kind, dropout=0.1), tp, plan, **options)(words())
 
 
 @pytest.mark.ranks(min=2, max=2)
-def test_a_rank_of_one_token_waits_for_nobody(tp):
-    """One token goes with any number of others: this rank saw nothing wrong, and waited for one that had raised."""
-    divided = parallelize(made(Without), tp, {**ALONG, "down": Row()})
+def test_a_rank_with_one_token_does_not_wait(tp):
+    """Regression: one token broadcasts: this rank saw no error, and waited for a rank that had raised."""
+    divided = parallelize(build(Without), tp, {**ALONG, "down": Row()})
     with pytest.raises(UsageError, match="combine only"):
         divided(words()[:, :3])
     tp.barrier()
 
 
 @pytest.mark.ranks(max=3)
-def test_logits_stay_divided_for_a_loss_that_knows(tp):
-    model = made(LanguageModel)
+def test_logits_stay_divided_for_a_loss_that_supports_it(tp):
+    model = build(LanguageModel)
     out = parallelize(model, tp, {"words": Vocabulary(), "head": Vocabulary()}, verify=words())(words())
     assert out.shape[-1] <= WORDS
     with pytest.raises(UsageError, match="tied weights need one style"):
-        parallelize(made(LanguageModel, tied=True), tp, {"words": Vocabulary()}, example=words())
+        parallelize(build(LanguageModel, tied=True), tp, {"words": Vocabulary()}, example=words())
 
 
 @pytest.mark.any_ranks
 class TestAllOrNothing:
-    """A plan that failed at one of its layers left those before it divided."""
+    """Regression: a plan that failed at one of its layers left earlier layers divided."""
 
-    def refused(self, comm, model, plan, said, **options):
-        """The model stays what it is, also where ranks hold other values, or one rank alone finds something wrong."""
+    def refused(self, comm, model, plan, text, **options):
+        """The model stays unchanged, also if ranks have different values or only one rank detects an error."""
         kinds = [type(module) for module in model.modules()]
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=text):
             parallelize(model, comm, plan, **options)
         assert [type(module) for module in model.modules()] == kinds
         assert not any(hasattr(module, "style") for module in model.modules())
@@ -222,9 +222,9 @@ class TestAllOrNothing:
             "max_norm": (nn.Embedding(6, 4, max_norm=1.0), Column()),
             "sparse": (nn.Embedding(6, 4, sparse=comm.rank == comm.size - 1), Vocabulary()),
         }
-        for said, case in wrong.items():
+        for text, case in wrong.items():
             if case is not None:
-                self.refused(comm, nn.Sequential(first, case[0]), {"0": Column(), "1": case[1]}, said)
+                self.refused(comm, nn.Sequential(first, case[0]), {"0": Column(), "1": case[1]}, text)
         tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         tied[1].weight = tied[0].weight
         self.refused(comm, tied, {"0": Column(), "1": Row()}, "tied weights need one style")
@@ -232,7 +232,7 @@ class TestAllOrNothing:
         with pytest.raises(UsageError, match="is sharded already"):
             parallelize(again, comm, {"1": Replicate(into_sharded=True)})
 
-    def test_ranks_that_hold_other_values(self, comm):
+    def test_ranks_with_different_values(self, comm):
         torch.manual_seed(comm.rank)
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
         self.refused(comm, model, {"0": Column()}, "takes all features", example=torch.rand(2, 4))
@@ -251,7 +251,7 @@ class TestAllOrNothing:
 
 
 class GroupedHeads(nn.Module):
-    """8 heads of queries, served by fewer of keys and values."""
+    """8 heads of queries that share fewer heads of keys and values."""
 
     def __init__(self, keys: int, repeats: bool) -> None:
         super().__init__()
@@ -264,16 +264,16 @@ class GroupedHeads(nn.Module):
         if self.repeats:
             k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=not self.repeats)
-        found: Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return result
 
 
 @pytest.mark.ranks(min=2)
-def test_shared_heads_that_are_put_together(tp):
-    """Each was there as often as ranks have it."""
+def test_gathered_shared_heads(tp):
+    """Regression: each head appeared once per rank that has it."""
     if tp.size % 2:
         pytest.skip("two heads")
-    plain: Any = made(nn.Linear, WIDTH, 8)
+    plain: Any = build(nn.Linear, WIDTH, 8)
     model = parallelize(copy.deepcopy(plain), tp, {"": Column(units=tp.size // 2, gather=True)})
     torch.testing.assert_close(model(rows()), plain(rows()), rtol=0, atol=1e-12)
     same_losses(plain, model, rows())
@@ -281,11 +281,11 @@ def test_shared_heads_that_are_put_together(tp):
 
 @pytest.mark.ranks(min=2)
 def test_the_first_call_of_shared_heads(tp):
-    """The whole is put together of what ranks share, to be compared."""
+    """To compare it, the whole is assembled from shared heads."""
     if 8 % tp.size:
         pytest.skip("8 heads")
     keys = tp.size // 2
-    plain: Any = made(GroupedHeads, keys, False)
+    plain: Any = build(GroupedHeads, keys, False)
     model = copy.deepcopy(plain)
     plan: Plan = {"q": Column(units=8), "k": Column(units=keys), "v": Column(units=keys), "o": Row(units=8)}
     with warnings.catch_warnings():
@@ -297,11 +297,11 @@ def test_the_first_call_of_shared_heads(tp):
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize("auto", [False, True])
 def test_ranks_share_heads_of_keys(tp, auto, repeats):
-    """Fewer heads than ranks were refused. A head's gradient is that of all who share it, its norm counts once."""
+    """Regression: fewer heads than ranks were refused. Sharing ranks sum a head's gradient; its norm counts once."""
     if 8 % tp.size:
         pytest.skip("8 heads")
     keys = tp.size // 2
-    model: Any = made(GroupedHeads, keys, repeats)
+    model: Any = build(GroupedHeads, keys, repeats)
     plain = copy.deepcopy(model)
     own: Plan = {"q": Column(units=8), "k": Column(units=keys), "v": Column(units=keys), "o": Row(units=8)}
     with warnings.catch_warnings():
@@ -324,7 +324,7 @@ def test_ranks_share_heads_of_keys(tp, auto, repeats):
 
 
 class FusedHeads(nn.Module):
-    """Queries, and fewer heads of keys and values, are made by one weight: as Falcon, GPTBigCode and Phi-3 have it."""
+    """One weight makes queries and fewer heads of keys and values, as in Falcon, GPTBigCode and Phi-3."""
 
     def __init__(self, heads: int, keys: int, way: str) -> None:
         super().__init__()
@@ -340,17 +340,17 @@ class FusedHeads(nn.Module):
                 return [fused[..., :-2, :], fused[..., [-2], :], fused[..., [-1], :]]
             return [fused[:, :, : -2 * self.keys], *(fused[:, :, one] for one in keys)]
         if self.way == "split":
-            found = fused.split((4 * self.heads, 4 * self.keys, 4 * self.keys), -1)
+            result = fused.split((4 * self.heads, 4 * self.keys, 4 * self.keys), -1)
         else:
             first, last = 4 * self.heads, 4 * (self.heads + self.keys)
-            found = (fused[..., :first], fused[..., first:last], fused.narrow(-1, last, 4 * self.keys))
-        return [one.unflatten(2, (-1, 4)) for one in found]
+            result = (fused[..., :first], fused[..., first:last], fused.narrow(-1, last, 4 * self.keys))
+        return [one.unflatten(2, (-1, 4)) for one in result]
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (one.transpose(1, 2) for one in self.parts(x))
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        found: Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return result
 
 
 @pytest.mark.ranks(min=2)
@@ -365,11 +365,11 @@ class FusedHeads(nn.Module):
         *(pytest.param(7, 1, way, marks=pytest.mark.long) for way in ("split", "pieces")),
     ],
 )
-def test_ranks_share_heads_that_are_fused(tp, heads, keys, way):
-    """One weight was all divided or all whole: a head of keys for all queries left it, and the output, whole."""
+def test_ranks_share_fused_heads(tp, heads, keys, way):
+    """Regression: a weight was all divided or all whole: one head of keys for all queries left it whole."""
     if keys > 1 and heads % tp.size:
         pytest.skip("8 heads")
-    model: Any = made(FusedHeads, heads, keys, way)
+    model: Any = build(FusedHeads, heads, keys, way)
     plain = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -405,7 +405,7 @@ def test_ranks_share_heads_that_are_fused(tp, heads, keys, way):
 
 
 class WrittenOut(nn.Linear):
-    """As some models have it."""
+    """A linear layer written out, as in some models."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.T + self.bias
@@ -423,7 +423,7 @@ class Noted(WrittenOut):
 
 
 class FixedHeads(nn.Module):
-    """Asks for all heads by a number of its own, as Falcon does."""
+    """Uses a fixed number of all heads, as Falcon does."""
 
     def __init__(self, kind: type[nn.Linear]) -> None:
         super().__init__()
@@ -433,14 +433,14 @@ class FixedHeads(nn.Module):
         rows, tokens, _ = x.shape
         cut = self.qkv(x).view(rows, tokens, self.heads, 3, WIDTH // HEADS)
         q, k, v = cut.permute(3, 0, 2, 1, 4)
-        found: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return result
 
 
 @pytest.mark.ranks(max=3)
-def test_numbers_of_heads_become_those_of_a_rank(tp):
-    """A model that gives a number of heads was left whole."""
-    plain: Any = made(FixedHeads, WrittenOut)
+def test_numbers_of_heads_become_local(tp):
+    """Regression: a model that uses a number of heads stayed whole."""
+    plain: Any = build(FixedHeads, WrittenOut)
     own: Plan = {"qkv": Column(units=HEADS), "o": Row(units=HEADS), "heads": PerRank(HEADS)}
     for plan in ("auto", own):
         model = copy.deepcopy(plain)
@@ -455,7 +455,7 @@ def test_numbers_of_heads_become_those_of_a_rank(tp):
 
 
 class Biased(nn.Module):
-    """Attention with a bias for each head, which comes from outside, heads joined with the batch or not."""
+    """Attention with an external bias for each head; heads may be joined with the batch."""
 
     def __init__(self, joined: bool) -> None:
         super().__init__()
@@ -471,12 +471,12 @@ class Biased(nn.Module):
             seen = seen.view(x.shape[0], self.heads, x.shape[1], -1)
         else:
             seen = F.scaled_dot_product_attention(q, k, v, attn_mask=biases)
-        found: Tensor = self.o(seen.transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.o(seen.transpose(1, 2).flatten(2))
+        return result
 
 
 class Slopes(nn.Module):
-    """Makes the biases. learned: they are weights."""
+    """Computes the biases. learned: they are weights."""
 
     def __init__(self, joined: bool, *, learned: bool = False) -> None:
         super().__init__()
@@ -488,8 +488,8 @@ class Slopes(nn.Module):
         biases = slopes[:, None, None] * torch.arange(x.shape[1], dtype=x.dtype)
         if self.attention.joined:
             biases = biases.repeat(x.shape[0], 1, 1)
-        found: Tensor = self.attention(x, biases=biases)
-        return found
+        result: Tensor = self.attention(x, biases=biases)
+        return result
 
 
 class LearnedSlopes(Slopes):
@@ -499,9 +499,9 @@ class LearnedSlopes(Slopes):
 
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("joined", [True, False])
-def test_biases_of_heads_become_those_of_a_rank(tp, joined):
-    """Constants of all heads, as ALiBi's, kept attention whole."""
-    plain: Any = made(Slopes, joined)
+def test_biases_of_heads_become_local(tp, joined):
+    """Regression: constants for all heads, as in ALiBi, kept attention whole."""
+    plain: Any = build(Slopes, joined)
     own: Plan = {"*.qkv": Column(units=HEADS), "*.o": Row(units=HEADS), "*.heads": PerRank(HEADS)}
     own = {**own, "*.biases": Slice(0, HEADS)}
     for plan in ("auto", own) if HEADS % tp.size == 0 else (own,):
@@ -520,15 +520,15 @@ def test_biases_of_heads_become_those_of_a_rank(tp, joined):
 
 
 class ManyBiased(nn.Module):
-    """With biases of several names."""
+    """Attention with biases of several names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = Biased(False)
 
     def forward(self, x: Tensor, *, far: Tensor, near: Tensor, left: Tensor, right: Tensor, both: Tensor) -> Tensor:
-        found: Tensor = self.attention(x, biases=far + near + left + right + both)
-        return found
+        result: Tensor = self.attention(x, biases=far + near + left + right + both)
+        return result
 
 
 class ManySlopes(nn.Module):
@@ -539,14 +539,14 @@ class ManySlopes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         slopes = 0.5 ** torch.arange(HEADS, dtype=x.dtype)[:, None, None]
         named = {name: slopes * at for at, name in enumerate(("far", "near", "left", "right", "both"))}
-        found: Tensor = self.block(x, **named)
-        return found
+        result: Tensor = self.block(x, **named)
+        return result
 
 
 @pytest.mark.ranks(max=3)
-def test_several_arguments_are_noted_in_one_order(tp):
-    """That of a set of names is another one in each process: `verify` then called the plan wrong, now and then."""
-    plain: Any = made(ManySlopes)
+def test_several_arguments_are_recorded_in_one_order(tp):
+    """Regression: the order of a set of names differs among processes, so that `verify` sometimes refused the plan."""
+    plain: Any = build(ManySlopes)
     own: Plan = {"*.qkv": Column(units=HEADS), "*.o": Row(units=HEADS), "*.heads": PerRank(HEADS)}
     slices = {f"block.{name}": Slice(0, HEADS) for name in ("far", "near", "left", "right", "both")}
     model = parallelize(copy.deepcopy(plain), tp, {**own, **slices}, verify=rows())
@@ -554,9 +554,9 @@ def test_several_arguments_are_noted_in_one_order(tp):
 
 
 @pytest.mark.ranks(min=2, max=2)
-def test_learned_biases_of_heads_are_no_slices(tp):
-    """Each rank would have the gradient of its heads alone."""
-    plain: Any = made(LearnedSlopes)
+def test_learned_biases_of_heads_are_not_sliced(tp):
+    """Each rank would have only the gradient of its own heads."""
+    plain: Any = build(LearnedSlopes)
     own: Plan = {"*.qkv": Column(units=HEADS), "*.o": Row(units=HEADS), "attention.heads": PerRank(HEADS)}
     with pytest.raises(UsageError, match="not a constant"):
         parallelize(copy.deepcopy(plain), tp, {**own, "*.biases": Slice(0, HEADS)}, example=rows())
@@ -564,13 +564,13 @@ def test_learned_biases_of_heads_are_no_slices(tp):
 
 @pytest.mark.ranks(max=2)
 @pytest.mark.parametrize("kind", [Scaled, Noted])
-def test_a_linear_layer_that_computes_something_else(tp, kind):
+def test_a_linear_layer_with_another_computation(tp, kind):
     with pytest.raises(UsageError, match=f"qkv is a {kind.__name__}, but Column is for"):
-        parallelize(made(FixedHeads, kind), tp, {"qkv": Column(units=HEADS)})
+        parallelize(build(FixedHeads, kind), tp, {"qkv": Column(units=HEADS)})
 
 
 class HeadNorm(nn.Module):
-    """A norm of each head, written out."""
+    """A norm of each head, written as operations."""
 
     def __init__(self, mixes: bool = False) -> None:
         super().__init__()
@@ -582,7 +582,7 @@ class HeadNorm(nn.Module):
 
 
 class NormedHeads(nn.Module):
-    """As Qwen3 has it."""
+    """Attention with normalised heads, as in Qwen3."""
 
     def __init__(self, mixes: bool = False) -> None:
         super().__init__()
@@ -592,14 +592,14 @@ class NormedHeads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(2, (-1, 4)) for layer in (self.q, self.k, self.v))
         q, k, v = self.norm(q).transpose(1, 2), self.other(k).transpose(1, 2), v.transpose(1, 2)
-        found: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return result
 
 
 @pytest.mark.ranks(max=3)
-def test_a_norm_of_each_head_that_is_written_out(tp):
-    """Each rank had a part of the gradient of its weight, so that attention stayed whole."""
-    plain: Any = made(NormedHeads)
+def test_a_norm_of_each_head_written_out(tp):
+    """Regression: each rank had a part of its weight's gradient, so that attention stayed whole."""
+    plain: Any = build(NormedHeads)
     model = copy.deepcopy(plain)
     parallelize(model, tp, "auto", verify=rows(), report=lambda table: None)
     assert model.q.style == Column(units=HEADS) and model.norm.style == Sequence(2)
@@ -608,6 +608,6 @@ def test_a_norm_of_each_head_that_is_written_out(tp):
 
 
 @pytest.mark.ranks(max=2)
-def test_what_mixes_positions_is_no_norm(tp):
+def test_an_operation_that_mixes_positions_is_no_norm(tp):
     with pytest.raises(UsageError, match="norm is a HeadNorm, but Sequence is for"):
-        parallelize(made(NormedHeads, True), tp, {"norm": Sequence(2)})
+        parallelize(build(NormedHeads, True), tp, {"norm": Sequence(2)})

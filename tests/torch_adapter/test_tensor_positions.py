@@ -1,4 +1,4 @@
-"""A layer without weights that looks at other positions took `Sequence`, and saw a part of them, in silence."""
+"""Layers without weights that use other positions: `Sequence` accepted them, and they silently saw only a part."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Applied(nn.Module):
         return self.function(x)
 
 
-def made(function: Any) -> Any:
+def build(function: Any) -> Any:
     torch.manual_seed(3)
     model = nn.Sequential()
     model.add_module("own", copy.deepcopy(function) if isinstance(function, nn.Module) else Applied(function))
@@ -63,18 +63,18 @@ def tp(comm: Any) -> Any:
 
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("name", WRONG)
-def test_other_positions(tp: Any, name: str) -> None:
+def test_layers_that_use_other_positions_are_refused(tp: Any, name: str) -> None:
     with pytest.raises(UsageError, match=r"own .*would see only a part of"):
-        parallelize(made(WRONG[name]), tp, PLAN, example=rows())
-    model = parallelize(made(WRONG[name]), tp, PLAN)
+        parallelize(build(WRONG[name]), tp, PLAN, example=rows())
+    model = parallelize(build(WRONG[name]), tp, PLAN)
     with pytest.raises(UsageError, match=r"own .*would see only a part of"):
         model(rows().chunk(tp.size, 1)[tp.rank])
 
 
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("name", RIGHT)
-def test_each_by_itself(tp: Any, name: str) -> None:
-    model, plain = parallelize(made(RIGHT[name]), tp, PLAN), made(RIGHT[name])
+def test_layers_on_single_positions_pass(tp: Any, name: str) -> None:
+    model, plain = parallelize(build(RIGHT[name]), tp, PLAN), build(RIGHT[name])
     for one in (model, plain) if name != "dropout" else ():
         one.eval()
     with warnings.catch_warnings():
@@ -85,21 +85,21 @@ def test_each_by_itself(tp: Any, name: str) -> None:
 
 
 @pytest.mark.ranks(min=2, max=3)
-def test_what_moves_by_itself(tp: Any) -> None:
-    """The mean of all is that of the whole, and parts of lengths that differ try nothing that others wait for."""
+def test_layers_with_their_own_moves_pass(tp: Any) -> None:
+    """The mean of all matches the whole; parts of different lengths are not tried, which other ranks would wait for."""
     tokens = 2 * tp.size - 1
     own = lambda x: x - reduce(x.sum(1, keepdim=True), tp) / tokens  # noqa: E731
-    model = parallelize(made(own), tp, PLAN)
+    model = parallelize(build(own), tp, PLAN)
     part = rows(tokens).chunk(tp.size, 1)[tp.rank]
-    whole = made(lambda x: x - x.mean(1, keepdim=True))(rows(tokens))
+    whole = build(lambda x: x - x.mean(1, keepdim=True))(rows(tokens))
     torch.testing.assert_close(model(part), whole.chunk(tp.size, 1)[tp.rank], rtol=0, atol=1e-10)
 
 
 @pytest.mark.ranks(min=2, max=2)
 @pytest.mark.parametrize("own", [nn.LayerNorm(8), nn.Dropout(0.5)])
-def test_what_comes_around_one_later_names_it(tp: Any, own: nn.Module) -> None:
-    """There was an AttributeError."""
-    model = parallelize(made(own), tp, PLAN)
+def test_an_error_names_a_container_added_later(tp: Any, own: nn.Module) -> None:
+    """Regression: it raised AttributeError."""
+    model = parallelize(build(own), tp, PLAN)
     nn.Sequential(model.get_submodule("own"))
     x = torch.nn.functional.pad(rows().chunk(tp.size, 1)[tp.rank], (0, 1))
     with pytest.raises(Exception, match="the Sequential around own"):
@@ -107,7 +107,7 @@ def test_what_comes_around_one_later_names_it(tp: Any, own: nn.Module) -> None:
 
 
 class Keeping(nn.Module):
-    """Keeps something of its part."""
+    """A layer that stores a value computed from its part."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.aux = x.square().mean()
@@ -116,9 +116,9 @@ class Keeping(nn.Module):
 
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("own", [Keeping(), nn.Sequential(nn.GELU(), Keeping())])
-def test_what_is_kept_within_one(tp: Any, own: nn.Module) -> None:
-    """Each rank kept that of its part, with a gradient, in silence."""
-    model = parallelize(made(own), tp, PLAN)
+def test_values_stored_by_such_a_layer_are_refused(tp: Any, own: nn.Module) -> None:
+    """Regression: each rank silently stored the value of its part, with a gradient."""
+    model = parallelize(build(own), tp, PLAN)
     with pytest.raises(UsageError, match="a value kept after"):
         model(rows().chunk(tp.size, 1)[tp.rank])
     layers = {"into": nn.Linear(8, 8), "out": nn.Linear(8, 8), "own": copy.deepcopy(own), "end": nn.Linear(8, 8)}
@@ -129,7 +129,7 @@ def test_what_is_kept_within_one(tp: Any, own: nn.Module) -> None:
 
 
 class Weighted(nn.Module):
-    """Takes a weight, or a mask, of each position beside features."""
+    """A layer that takes a weight or mask of each position together with features."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def shared_out(x: Tensor, weights: Tensor) -> Tensor:
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("mask", ["weights", "flags"])
 def test_several_inputs(tp: Any, mask: str) -> None:
-    """Nothing was tried unless all had one shape and were floats."""
+    """Regression: nothing was tried unless all inputs were floats of one shape."""
     x = rows(2 * tp.size).chunk(tp.size, 1)[tp.rank]
     beside = x[..., :1].abs() if mask == "weights" else x[..., 0] > 0
     parallelize(Weighted(weighted).double(), tp, PLAN)(x, beside)
@@ -169,29 +169,29 @@ def test_several_inputs(tp: Any, mask: str) -> None:
 
 
 @pytest.mark.ranks(min=2, max=3)
-def test_one_that_takes_no_other_length_is_warned_of(tp: Any) -> None:
-    model = parallelize(made(lambda x: x + torch.arange(16.0).double().view(2, 8)), tp, PLAN)
+def test_a_layer_with_one_length_is_warned_of(tp: Any) -> None:
+    model = parallelize(build(lambda x: x + torch.arange(16.0).double().view(2, 8)), tp, PLAN)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(rows(2 * tp.size).chunk(tp.size, 1)[tp.rank])
-    said = [str(one.message) for one in caught if "accepts no other length" in str(one.message)]
-    assert len(said) == (tp.rank == 0)
+    messages = [str(one.message) for one in caught if "accepts no other length" in str(one.message)]
+    assert len(messages) == (tp.rank == 0)
 
 
 @pytest.mark.ranks(min=2, max=3)
-def test_one_that_always_draws_is_warned_of(tp: Any) -> None:
-    model = parallelize(made(lambda x: x + torch.rand_like(x) - x.mean(1, keepdim=True)), tp, PLAN)
+def test_a_layer_that_always_draws_is_warned_of(tp: Any) -> None:
+    model = parallelize(build(lambda x: x + torch.rand_like(x) - x.mean(1, keepdim=True)), tp, PLAN)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(rows().chunk(tp.size, 1)[tp.rank])
-    said = [str(one.message) for one in caught if "draws random numbers whenever it is called" in str(one.message)]
-    assert len(said) == (tp.rank == 0)
+    messages = [str(one.message) for one in caught if "draws random numbers whenever it is called" in str(one.message)]
+    assert len(messages) == (tp.rank == 0)
 
 
 @pytest.mark.ranks(min=2, max=3)
-def test_one_that_drops_elements_is_tried_without(tp: Any) -> None:
+def test_dropout_is_disabled_in_the_trial(tp: Any) -> None:
     with pytest.raises(UsageError, match=r"own .*would see only a part of"):
-        parallelize(made(lambda x: F.dropout(x, 0.1, True) - x.mean(1, keepdim=True)), tp, PLAN, example=rows())
+        parallelize(build(lambda x: F.dropout(x, 0.1, True) - x.mean(1, keepdim=True)), tp, PLAN, example=rows())
 
 
 def noisy(x: Tensor) -> Tensor:
@@ -209,14 +209,14 @@ class InTraining(Applied):
 
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("function", [noisy, by_rows])
-def test_one_that_draws_in_training_is_warned_of(tp: Any, function: Any) -> None:
-    """In evaluation it is as it should be, which tells nothing of training."""
-    model = parallelize(made(InTraining(function)), tp, PLAN)
+def test_a_layer_that_draws_in_training_is_warned_of(tp: Any, function: Any) -> None:
+    """It is valid in evaluation, which proves nothing about training."""
+    model = parallelize(build(InTraining(function)), tp, PLAN)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(rows().chunk(tp.size, 1)[tp.rank])
-    said = [str(one.message) for one in caught if "draws random numbers whenever it is called" in str(one.message)]
-    assert len(said) == (tp.rank == 0)
+    messages = [str(one.message) for one in caught if "draws random numbers whenever it is called" in str(one.message)]
+    assert len(messages) == (tp.rank == 0)
 
 
 def windows(x: Tensor) -> Tensor:
@@ -225,30 +225,30 @@ def windows(x: Tensor) -> Tensor:
 
 @pytest.mark.ranks(min=2, max=3)
 def test_windows(tp: Any) -> None:
-    """They were right for the first length, and wrong for another one, of which nothing was said."""
+    """Regression: they were correct for the first length, and silently wrong for another."""
     x = rows(4 * tp.size)
-    model = parallelize(made(windows), tp, PLAN)
+    model = parallelize(build(windows), tp, PLAN)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = model(x.chunk(tp.size, 1)[tp.rank])
-    said = [str(one.message) for one in caught if "parts of other lengths" in str(one.message)]
-    assert len(said) == (tp.rank == 0)
-    torch.testing.assert_close(got, made(windows)(x).chunk(tp.size, 1)[tp.rank], rtol=0, atol=1e-10)
+    messages = [str(one.message) for one in caught if "parts of other lengths" in str(one.message)]
+    assert len(messages) == (tp.rank == 0)
+    torch.testing.assert_close(got, build(windows)(x).chunk(tp.size, 1)[tp.rank], rtol=0, atol=1e-10)
     with pytest.raises(UsageError, match=r"own .*would see only a part of"):
-        parallelize(made(windows), tp, PLAN)(rows(3 * tp.size).chunk(tp.size, 1)[tp.rank])
+        parallelize(build(windows), tp, PLAN)(rows(3 * tp.size).chunk(tp.size, 1)[tp.rank])
 
 
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("dropout", [nn.Dropout1d(0.5), nn.FeatureAlphaDropout(0.5)])
 def test_dropout_of_whole_rows(tp: Any, dropout: nn.Module) -> None:
-    """Each rank dropped other rows of its features, so that a quarter was dropped as a whole, and not half."""
+    """Regression: each rank dropped different rows of its features: a quarter was dropped as a whole, not half."""
     model = nn.Sequential(nn.Linear(8, 12), copy.deepcopy(dropout), nn.Linear(12, 8)).double()
     with pytest.raises(UsageError, match="would see only a part of"):
         parallelize(model, tp, {"0": Column(), "1": Sequence(-1), "2": Row()}, example=rows())
 
 
 class Unpacking(nn.Module):
-    """A norm of one's own that says how many dimensions it takes."""
+    """A norm that unpacks its number of dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,9 +261,9 @@ class Unpacking(nn.Module):
 
 
 @pytest.mark.ranks(min=2, max=3)
-def test_an_own_norm_of_three_dimensions(tp: Any) -> None:
-    """There was a ValueError: too many values to unpack."""
-    model = parallelize(made(Unpacking()), tp, PLAN)
+def test_a_user_norm_of_three_dimensions(tp: Any) -> None:
+    """Regression: it raised ValueError: too many values to unpack."""
+    model = parallelize(build(Unpacking()), tp, PLAN)
     got = model(rows(2 * tp.size).chunk(tp.size, 1)[tp.rank])
-    plain = made(Unpacking())(rows(2 * tp.size))
+    plain = build(Unpacking())(rows(2 * tp.size))
     torch.testing.assert_close(got, plain.chunk(tp.size, 1)[tp.rank], rtol=0, atol=1e-10)

@@ -1,4 +1,4 @@
-"""What comes around a divided layer, or onto it, later, as LoRA does: right, or refused by what it is called."""
+"""Modules added later around or to a divided layer, as LoRA does, are correct or refused by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MLP(nn.Module):
 
 
 class LoRA(nn.Module):
-    """Of layers."""
+    """LoRA made of layers."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LoRA(nn.Module):
 
 
 class OfWeights(nn.Module):
-    """Of parameters, as long as the base's: on each rank those of its own."""
+    """LoRA made of parameters of the base's length, which is that of the part."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class OfWeights(nn.Module):
 
 
 class Merged(OfWeights):
-    """Of the base's weight."""
+    """LoRA merged into the base's weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.base.weight + self.b @ self.a, self.base.bias)
 
 
 class Instead(nn.Linear):
-    """A layer in the place of the base, with its weights."""
+    """A layer that replaces the base, with its weights."""
 
     def __init__(self, base: Any) -> None:
         super().__init__(base.in_features, base.out_features)
@@ -78,7 +78,7 @@ class Instead(nn.Linear):
 
 
 def onto(base: Any) -> Any:
-    """Put LoRA's weights onto a layer, and a forward over its own."""
+    """Add LoRA's weights to a layer, and patch its forward."""
     own = base.forward
     base.a, base.b = nn.Parameter(random(2, base.in_features)), nn.Parameter(random(base.out_features, 2))
     base.forward = lambda x: own(x) + x @ base.a.T @ base.b.T
@@ -96,19 +96,19 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", ["up", pytest.param("down", marks=pytest.mark.long)])
-@pytest.mark.parametrize("said", WAYS)
-def test_what_comes_later_is_refused_by_name(comm: Any, said: str, name: str) -> None:
-    """After the first call it was an error of sizes, or other weights on each rank, which nobody noticed."""
+@pytest.mark.parametrize("text", WAYS)
+def test_later_additions_are_refused_by_name(comm: Any, text: str, name: str) -> None:
+    """Regression: after the first call sizes did not match, or weights silently differed among ranks."""
     model = parallelize(MLP(), comm, PLAN)
     model(random(3, 6)).sum().backward()
-    setattr(model, name, WAYS[said](getattr(model, name)))
-    with pytest.raises(UsageError, match=f"^{said}.* was added after the model was sharded: .* Add it before"):
+    setattr(model, name, WAYS[text](getattr(model, name)))
+    with pytest.raises(UsageError, match=f"^{text}.* was added after the model was sharded: .* Add it before"):
         model(random(3, 6))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["called", "not called"])
-def test_what_comes_later_can_be_divided(comm: Any, first: bool) -> None:
-    """As that of before, by one more call."""
+def test_later_additions_can_be_divided(comm: Any, first: bool) -> None:
+    """One more call divides them like earlier ones."""
     plain, model = MLP(), parallelize(MLP(), comm, PLAN)
     x = random(3, 6)
     if first:
@@ -126,7 +126,7 @@ def test_what_comes_later_can_be_divided(comm: Any, first: bool) -> None:
 
 
 class Between(MLP):
-    """What is between is a module of its own."""
+    """An MLP with a module between its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Between(MLP):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("where", ["act", "act.0"])
 def test_another_module_between(comm: Any, where: str) -> None:
-    """It passed in silence."""
+    """Regression: it silently passed."""
     plain, model, x = Between(), parallelize(Between(), comm, PLAN), random(3, 6)
     model(x)
     for one in (plain, model):
@@ -151,7 +151,7 @@ def test_another_module_between(comm: Any, where: str) -> None:
 
 
 class Scaled(nn.Module):
-    """Around a layer, and right."""
+    """A valid wrapper of a layer."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Scaled(nn.Module):
 
 
 class Runs(nn.Module):
-    """Puts its layers into a container at each call."""
+    """A model that puts its layers into a container in each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ class Runs(nn.Module):
         return nn.Sequential(self.mlp.up, nn.Tanh(), self.mlp.down)(x)  # type: ignore[no-any-return]
 
 
-def test_what_is_right_is_looked_at_once(comm: Any, monkeypatch: Any) -> None:
-    """Also in containers, in an optimizer's list, and where the model itself makes containers."""
+def test_valid_changes_are_checked_once(comm: Any, monkeypatch: Any) -> None:
+    """Containers, lists of an optimizer, and containers built by the model are included."""
     looks = []
 
     def counted(*args: Any, **options: Any) -> None:

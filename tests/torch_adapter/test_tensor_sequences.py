@@ -1,4 +1,4 @@
-"""Sequences divided among ranks: cut, joined, loaded; the mean of a loss, and a model trained with all of it."""
+"""Sequences divided among ranks: cut, joined and loaded; the mean of a loss, and a model trained with all of these."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ LAYOUTS = ["balanced", "contiguous"]
 
 
 def ids(tokens: int, batch: int = 2, seed: int = 1) -> Tensor:
-    """Tokens of whole sequences."""
+    """Draw tokens of whole sequences."""
     return torch.randint(0, 11, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def places(comm: Any, tokens: int, layout: str = "balanced") -> list[int]:
-    """This rank's positions."""
+    """Return this rank's positions."""
     return [at for part in SequenceLayout(tokens, comm.size, layout).ranges(comm.rank) for at in part]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16])
-def test_what_is_cut_is_joined(comm: Any, layout: Any, tokens: int) -> None:
+def test_joining_reverses_cutting(comm: Any, layout: Any, tokens: int) -> None:
     for dim in (0, 1, -1):
         x = torch.arange(2 * 3 * tokens).reshape(2, 3, tokens).transpose(dim, 2).double().requires_grad_()
         own = cp.shard_sequence(x, comm, dim, layout=layout)
         assert torch.equal(own, x.index_select(dim, torch.tensor(places(comm, tokens, layout), dtype=torch.int64)))
         whole = cp.unshard_sequence(own, comm, dim, layout=layout)
         assert torch.equal(whole, x)
-        (gradient,) = torch.autograd.grad((whole * x.detach()).sum(), x)  # own tokens, once
+        (gradient,) = torch.autograd.grad((whole * x.detach()).sum(), x)  # each rank's own tokens count once
         assert torch.equal(cp.shard_sequence(gradient, comm, dim, layout=layout), own)
         assert int(gradient.count_nonzero()) == int(own.count_nonzero())
         assert cp.position_ids(tokens, comm, layout=layout).tolist() == places(comm, tokens, layout)
 
 
 @pytest.mark.ranks(min=2)
-def test_shards_that_are_not_those_of_the_layout_are_refused(comm: Any) -> None:
+def test_shards_of_another_layout_are_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match="tokens, but of"):
         cp.unshard_sequence(torch.zeros(2, 1 + 2 * comm.rank), comm)
     with pytest.raises(MismatchError, match="layout"):
@@ -55,7 +55,7 @@ def test_shards_that_are_not_those_of_the_layout_are_refused(comm: Any) -> None:
 
 
 def test_the_mean_of_a_loss(comm: Any) -> None:
-    """A mean of means would weigh the tokens of ranks with few of them more."""
+    """A mean of means would give the tokens of ranks with few of them too much weight."""
     loss = torch.tensor(3.0 * (comm.rank + 1), requires_grad=True)
     counts = [0, 5, 2, 4][: comm.size] if comm.size > 1 else [5]
     mean = cp.loss_mean(loss, counts[comm.rank], comm)
@@ -74,15 +74,15 @@ def test_the_mean_of_a_loss(comm: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reads", ["all", "first"])
 def test_batches_are_divided(comm: Any, layout: str, reads: str) -> None:
-    """Labels are shifted before that: elsewhere the last token of each shard lost its target."""
+    """Labels are shifted first: otherwise the last token of each shard would lose its target."""
     batches: list[dict[str, Any]] = [
         {"input_ids": ids(9, seed=seed), "weights": ids(9, seed=seed + 5)[..., None].double(), "name": "x"}
         for seed in (1, 2)
     ]
     given = batches if reads == "all" or comm.rank == 0 else None
-    found = list(cp.SequenceLoader(given, comm, layout=layout, reads=reads, whole=["name"]))
-    assert len(found) == 2
-    for batch, own in zip(batches, found, strict=True):
+    results = list(cp.SequenceLoader(given, comm, layout=layout, reads=reads, whole=["name"]))
+    assert len(results) == 2
+    for batch, own in zip(batches, results, strict=True):
         at, whole = places(comm, 9, layout), batch["input_ids"]
         assert isinstance(whole, Tensor)
         shifted = torch.cat((whole[:, 1:], torch.full((2, 1), -100)), 1)
@@ -103,7 +103,7 @@ def test_packed_documents(comm: Any) -> None:
     assert own["labels"].dtype is torch.int64
 
 
-def test_labels_that_were_given(comm: Any) -> None:
+def test_labels_may_be_given(comm: Any) -> None:
     tokens, labels = ids(6), ids(6, seed=2)
     at = places(comm, 6)
     (shifted,) = cp.SequenceLoader([(tokens, labels)], comm)
@@ -116,7 +116,7 @@ def test_labels_that_were_given(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "said"),
+    ("batch", "options", "text"),
     [
         ({"x": torch.zeros(2, 4)}, {}, "expected 'input_ids'"),
         ({"input_ids": torch.zeros(2, 4), "mask": torch.zeros(2, 5)}, {}, "'mask' has shape"),
@@ -129,14 +129,14 @@ def test_labels_that_were_given(comm: Any) -> None:
     ],
     ids=str,
 )
-def test_batches_that_do_not_fit_are_refused(comm: Any, batch: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_mismatched_batches_are_refused(comm: Any, batch: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
         list(cp.SequenceLoader([batch], comm, **options))
 
 
 @pytest.mark.ranks(min=2)
-def test_other_batches_on_a_rank_are_told(comm: Any) -> None:
-    """A loader that shuffles differently on each rank gave every rank a part of another sequence."""
+def test_different_batches_on_a_rank_are_refused(comm: Any) -> None:
+    """Regression: with a loader that shuffles differently on each rank, ranks had parts of different sequences."""
     with pytest.raises(MismatchError, match="input_ids"):
         list(cp.SequenceLoader([ids(8, seed=comm.rank)], comm))
     with pytest.raises(MismatchError, match="no further batch"):
@@ -153,7 +153,7 @@ def test_the_first_rank_cannot_read(comm: Any) -> None:
     with pytest.raises(kind, match="no such file"):
         list(cp.SequenceLoader(broken() if comm.rank == 0 else None, comm, reads="first"))
     assert issubclass(PeerError, CommlibError)
-    # What cannot be sent let the others wait.
+    # Regression: an object that cannot be sent made the others wait.
     batch = {"input_ids": ids(8), "of": lambda: None}
     with pytest.raises(PeerError if comm.rank else Exception, match="pickle"):
         list(cp.SequenceLoader([batch], comm, reads="first", whole=["of"]))
@@ -161,7 +161,7 @@ def test_the_first_rank_cannot_read(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_another_rank_cannot_read(comm: Any) -> None:
-    """A rank that failed alone raised alone, and the others waited for its batch for ever."""
+    """Regression: a rank that failed raised alone, and the others waited for its batch for ever."""
 
     class Closed:
         def __iter__(self) -> Iterator[Tensor]:
@@ -177,8 +177,8 @@ def test_another_rank_cannot_read(comm: Any) -> None:
         (Closed(), OSError, "no such file"),
         ([ids(8), {"words": ids(8)}], UsageError, "expected 'input_ids'"),
     ]
-    for bad, kind, said in batches:
-        with pytest.raises(kind if is_last else PeerError, match=said):
+    for bad, kind, text in batches:
+        with pytest.raises(kind if is_last else PeerError, match=text):
             list(cp.SequenceLoader(bad if is_last else [ids(8)] * 2, comm))
     with pytest.raises(UsageError if is_last else MismatchError, match="has no batches"):
         cp.SequenceLoader(None if is_last else [ids(8)], comm)
@@ -188,8 +188,8 @@ def test_another_rank_cannot_read(comm: Any) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_arrays_that_must_not_be_written(comm: Any) -> None:
-    """PyTorch warned of undefined behaviour: for the positions of one row, and for arrays of files."""
+def test_read_only_arrays_are_accepted(comm: Any) -> None:
+    """Regression: PyTorch warned of undefined behaviour, for positions of one row and for arrays of files."""
     whole = np.arange(8)[None]
     whole.flags.writeable = False
     (own,) = cp.SequenceLoader([whole], comm)
@@ -199,15 +199,15 @@ def test_arrays_that_must_not_be_written(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
-def test_attention_that_learns_on_one_rank_is_told(comm: Any, method: Any) -> None:
-    """That rank waited in its backward for the others, which had none."""
+def test_attention_trained_on_one_rank_only_is_refused(comm: Any, method: Any) -> None:
+    """Regression: that rank waited in its backward for the others, which had none."""
     q, k, v = (torch.zeros(1, 2, 4, 8).requires_grad_(comm.rank == 0) for _ in range(3))
     with pytest.raises(MismatchError, match="learns"):
         cp.attention(q, k, v, comm, method=method)
 
 
 class Model(nn.Module):
-    """A decoder of one layer, with grouped queries and learned positions."""
+    """A decoder with one layer, grouped queries and learned positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,8 +220,8 @@ class Model(nn.Module):
         x = self.tokens(tokens) + self.places(places)
         q = self.q(x).unflatten(-1, (4, 2)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (4, 2)).transpose(1, 2).chunk(2, 1)
-        found: Tensor = self.out(x + attend(q, k, v).transpose(1, 2).flatten(2))
-        return found
+        result: Tensor = self.out(x + attend(q, k, v).transpose(1, 2).flatten(2))
+        return result
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])

@@ -1,4 +1,4 @@
-"""State of divided models: by whole names and shapes, for any number of ranks; and clipping by the norm of all."""
+"""State of divided models: whole names and shapes, for any number of ranks; clipping by the norm of all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAN: Any = {"up": Column(), "down": Row()}
 
 
 class MLP(nn.Module):
-    """With a weight that two layers share, and a buffer."""
+    """A model with a weight shared by two layers, and a buffer."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def data(seed: int = 1) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, limit: float = 0.0) -> list[float]:
-    """Return the norms of the gradients."""
+    """Train and return the norms of the gradients."""
     norms = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -58,8 +58,8 @@ def close(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_state_is_that_of_the_whole_model(comm: Any) -> None:
-    """Trained here, gone on with there: in one process, and divided over another number of ranks."""
+def test_state_matches_the_whole_model(comm: Any) -> None:
+    """Training continues from it in one process, or divided over another number of ranks."""
     plain, divided = MLP(), parallelize(MLP(), comm, PLAN)
     ours, theirs = adam(divided), adam(plain)
     train(plain, theirs)
@@ -84,7 +84,7 @@ def test_state_is_that_of_the_whole_model(comm: Any) -> None:
     assert first == (comm.rank == 0)
 
 
-def test_the_optimizer_s_state_is_whole(comm: Any) -> None:
+def test_optimizer_state_is_whole(comm: Any) -> None:
     plain, divided = MLP(), parallelize(MLP(), comm, PLAN)
     ours, theirs = adam(divided), adam(plain)
     train(plain, theirs)
@@ -95,8 +95,8 @@ def test_the_optimizer_s_state_is_whole(comm: Any) -> None:
         close(kept["state"][name], values)
 
 
-def test_the_optimizer_s_state_is_a_copy(comm: Any) -> None:
-    """Of what is whole on each rank it was what the optimizer went on with: a mixture of two times."""
+def test_optimizer_state_is_a_copy(comm: Any) -> None:
+    """Regression: state of whole weights was shared with the optimizer, so that it mixed two points in time."""
     divided = parallelize(MLP(), comm, PLAN)
     optimizer = adam(divided)
     train(divided, optimizer)
@@ -110,7 +110,7 @@ def test_the_optimizer_s_state_is_a_copy(comm: Any) -> None:
     assert kept["param_groups"] == before["param_groups"]
 
 
-def test_own_parts_can_be_loaded_too(comm: Any) -> None:
+def test_local_parts_can_be_loaded(comm: Any) -> None:
     divided = parallelize(MLP(), comm, PLAN)
     saved = {name: value.clone() for name, value in divided.state_dict().items()}
     train(divided, adam(divided))
@@ -120,7 +120,7 @@ def test_own_parts_can_be_loaded_too(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_each_rank_may_save_its_own_file(comm: Any, tmp_path: Any) -> None:
-    """torch.save of a state dict raised; and another rank's file, of the same shapes, was taken for one's own."""
+    """Regression: torch.save of a state dict raised, and another rank's file of equal shapes was accepted."""
     divided = parallelize(MLP(), comm, PLAN)
     before = {name: value.clone() for name, value in divided.state_dict().items()}
     torch.save(divided.state_dict(), tmp_path / "own.pt")
@@ -173,7 +173,7 @@ def test_every_parameter_counts_once_in_the_norm(comm: Any, limit: float) -> Non
 
 @pytest.mark.any_ranks
 def test_layers_are_divided_in_turn(comm: Any) -> None:
-    """A second plan gave all ranks rank 0's parts of what the first one had divided."""
+    """Regression: with a second plan, all ranks got rank 0's parts of the layers divided by the first one."""
     axis, x = Mesh(tp=comm.size)["tp"], data()
     torch.manual_seed(comm.rank)
     model = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 7), nn.Linear(7, 10), nn.Tanh(), nn.Linear(10, 7))
@@ -187,8 +187,8 @@ def test_layers_are_divided_in_turn(comm: Any) -> None:
     torch.testing.assert_close(model(x), plain(x), rtol=1e-10, atol=1e-12)
 
 
-def test_arguments_in_another_order_are_named() -> None:
-    """They ended in errors of Python, on attributes that the user has never heard of."""
+def test_swapped_arguments_are_named() -> None:
+    """Regression: Python errors about attributes unknown to the user appeared."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
     state = gather_optimizer_state(optimizer, model.named_parameters())

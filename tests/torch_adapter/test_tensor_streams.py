@@ -1,4 +1,4 @@
-"""Random streams of PyTorch over an axis, recomputation, and compiled models."""
+"""Random streams of PyTorch over an axis, with recomputation and compiled models."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def tp(mesh):
 
 
 def everyone(axis: Any, x: Tensor) -> list[Any]:
-    """What all ranks have."""
+    """Return the tensors of all ranks."""
     return list(axis.all_gather_object(x.detach().tolist()))
 
 
 def test_seed(comm):
-    """The same along tp, another one along all other axes."""
+    """Seeds are equal along tp, and differ along all other axes."""
     two = 2 if comm.size % 2 == 0 else 1
     mesh = commlib.Mesh(dp=comm.size // two, tp=two)
     seeds = comm.all_gather_object((mesh.shape.coordinates(comm.rank)["dp"], streams.seed(mesh, 7)))
@@ -50,15 +50,15 @@ def test_a_stream_for_each_rank(mesh, tp):
     streams.seed(mesh, 1)
     first, second = (everyone(tp, torch.rand(4, generator=streams.draw(tp))) for _ in range(2))
     drawn = [tuple(row) for row in (*first, *second)]
-    assert len(set(drawn)) == 2 * tp.size  # on each rank, and at each call
+    assert len(set(drawn)) == 2 * tp.size  # different on each rank, and in each call
     shared = everyone(tp, torch.rand(4))
     assert all(other == shared[0] for other in shared)
     streams.seed(mesh, 1)
     assert everyone(tp, torch.rand(4, generator=streams.draw(tp))) == first
 
 
-def test_the_shared_stream_goes_on(mesh, tp):
-    """As long as its ranks' shards differ in length, too."""
+def test_the_shared_stream_advances_equally(mesh, tp):
+    """It does so even if the shards of ranks differ in length."""
     streams.seed(mesh, 2)
     streams.dropout(torch.ones(5 + tp.rank, 3), 0.5, True, tp)
     streams.dropout(torch.ones(0 if tp.rank else 3), 0.5, True, tp)
@@ -91,7 +91,7 @@ KINDS = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_of_all_kinds(mesh, tp, kind):
-    """Other masks on each rank where a tensor is divided, the same ones where it is whole."""
+    """Masks differ among ranks for a divided tensor, and are the same for a whole one."""
     plain = kind()
     divided = parallelize(copy.deepcopy(plain), tp, {"": Sequence(0)})
     assert isinstance(divided, kind)
@@ -145,15 +145,15 @@ def test_recomputation_draws_the_same(mesh, tp, reentrant, sequence):
         x = random(2, 6, 8)
         x = (x if sequence is None else own_head(tp, sequence)(x)).clone().requires_grad_()
         out = checkpoint(model, x, use_reentrant=reentrant) if recompute else model(x)
-        torch.rand(3)  # the stream has gone on when it is computed again
+        torch.rand(3)  # the stream advances before the recomputation
         out.square().sum().backward()
         gradients.append([x.grad, *(p.grad for p in model.parameters())])
     for got, expected in zip(gradients[1], gradients[0], strict=True):
         assert torch.equal(got, expected)
 
 
-def test_what_is_whole_stays_the_same(mesh, tp):
-    """Of whole tensors all ranks drop the same elements, so the residual stream has the same bits everywhere."""
+def test_whole_tensors_stay_equal(mesh, tp):
+    """All ranks drop the same elements of whole tensors, so the residual stream has the same bits everywhere."""
     model = block(tp)
     streams.seed(mesh, 9)
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_what_is_whole_stays_the_same(mesh, tp):
 
 
 def test_dropout_within_attention(mesh, tp):
-    """Each head has its own mask; on average it is the attention without dropout."""
+    """Each head has its own mask; the average is the attention without dropout."""
     torch.manual_seed(5)
     layer = ParallelAttention(8, 4, tp, dropout=0.5).double()
     x = random(1, 5, 8)
@@ -184,8 +184,8 @@ class Language(nn.Module):
         self.table, self.block, self.head, self.into = nn.Linear(5, 8), Block(), nn.Linear(8, 11), into
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.block(self.into(self.table(x))))
-        return found
+        result: Tensor = self.head(self.block(self.into(self.table(x))))
+        return result
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ class Language(nn.Module):
     [("eager", 1), *(pytest.param(*each, marks=pytest.mark.long) for each in [("eager", None), ("aot_eager", 1)])],
 )
 def test_compiled_models(mesh, tp, backend, sequence):
-    """Graphs break where data travels; values, gradients and random streams stay the same, batch after batch."""
+    """Graphs break at communication; values, gradients and random streams stay the same in every batch."""
     torch.manual_seed(6)
     into = nn.Identity() if sequence is None else lambda x: scatter(x, tp, sequence)
     model = parallelize(Language(into).double(), tp, {**plan_of(sequence), "head": Vocabulary(sequence=sequence)})
@@ -201,14 +201,14 @@ def test_compiled_models(mesh, tp, backend, sequence):
     target = torch.arange(12).reshape(2, 6) % 11
     for step in range(4):
         model.train(step < 3)
-        found: list[list[Any]] = []
+        results: list[list[Any]] = []
         for called in (model, compiled):
             streams.seed(mesh, step)
             model.zero_grad()
             x = random(2, 6, 5, seed=step).requires_grad_()
             loss = vocabulary_cross_entropy(called(x), target, tp)
             loss.backward()
-            found.append([loss.detach(), x.grad, *(p.grad for p in model.parameters())])
-        for got, expected in zip(found[1], found[0], strict=True):
+            results.append([loss.detach(), x.grad, *(p.grad for p in model.parameters())])
+        for got, expected in zip(results[1], results[0], strict=True):
             assert_equal(got, expected)
     torch.compiler.reset()

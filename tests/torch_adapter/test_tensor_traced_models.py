@@ -1,6 +1,6 @@
-"""Models on which tracing, or what reads a trace, failed with an error of its own, such as an index out of range.
+"""Models for which tracing, or reading a trace, raised an unrelated error, such as an index out of range.
 
-One process is the oracle: a copy of the model that was made before.
+The oracle is one process: an earlier copy of the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tp(comm: Any) -> Any:
 
 
 class Attention(nn.Module):
-    """Queries of several heads share one of keys and values, or more, whose number is computed with."""
+    """Queries of several heads share one or more heads of keys, whose number is used in computations."""
 
     def __init__(self, heads: int, shared: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).reshape(batch, tokens, self.heads * self.width))
 
 
-def made(kind: Any, *args: Any) -> Any:
+def build(kind: Any, *args: Any) -> Any:
     torch.manual_seed(3)
     return kind(*args).double()
 
@@ -57,43 +57,43 @@ def rows() -> Tensor:
 
 
 def given(how: str) -> dict[str, Any]:
-    """Return what parallelize is given to check a plan by."""
+    """Return arguments of parallelize that check a plan."""
     return {} if how == "first call" else {how: rows()}
 
 
 @pytest.mark.ranks(min=2, max=3)
 class TestOperations:
-    def test_what_stands_before_a_difference(self, tp: Any) -> None:
-        """Llama asks where sequences begin, and diff took more values than its equation."""
+    def test_operations_before_a_difference(self, tp: Any) -> None:
+        """Regression: Llama finds the beginnings of sequences, and diff took more arguments than its equation."""
 
         def begins(h: Tensor) -> Tensor:
             places = torch.arange(5).expand(4, -1)
             first = torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1
             return h.masked_fill(first.unsqueeze(-1), 0.0)
 
-        model = made(Two, begins)
+        model = build(Two, begins)
         plain = copy.deepcopy(model)
         parallelize(model, tp, "auto", example=rows(), report=str)
         assert isinstance(model.first.up.style, Column)
         is_right(plain, model, rows())
 
     @pytest.mark.parametrize("how", ["verify", "example"])
-    def test_a_dtype_of_a_part(self, tp: Any, how: str) -> None:
-        """What is cast to the dtype of a part is no part."""
-        model = made(Mlp, lambda h: F.prelu(h, torch.tensor([0.1]).to(h)))
+    def test_the_dtype_of_a_part(self, tp: Any, how: str) -> None:
+        """A value cast to the dtype of a part is not a part."""
+        model = build(Mlp, lambda h: F.prelu(h, torch.tensor([0.1]).to(h)))
         plain = copy.deepcopy(model)
         parallelize(model, tp, PLAN, **given(how))
         is_right(plain, model, rows())
 
     def test_features_one_by_one(self, tp: Any) -> None:
-        model = made(Two, lambda h: torch.stack(h.unbind(-1)[::-1], -1))
+        model = build(Two, lambda h: torch.stack(h.unbind(-1)[::-1], -1))
         plain = copy.deepcopy(model)
         parallelize(model, tp, "auto", example=rows(), report=str)
         assert not hasattr(model.first.up, "style") and isinstance(model.last.up.style, Column)
         is_right(plain, model, rows())
 
     def test_heads_that_are_divided_by_heads(self, tp: Any) -> None:
-        """A rank would have no head of the keys that all share, and the number of queries is divided by that."""
+        """A rank would have no head of the shared keys, by which the number of queries is divided."""
         torch.manual_seed(3)
         model: Any = nn.Sequential(Attention(2 * tp.size, 1), Mlp(torch.relu)).double()
         plain = copy.deepcopy(model)
@@ -108,7 +108,7 @@ def halves(h: Tensor) -> Tensor:
 
 
 def heads(h: Tensor) -> Tensor:
-    """Attention of six heads, of slices of one weight."""
+    """Attention with six heads, computed from slices of one weight."""
     count = h.shape[-1] // 3
     q, k, v = (h[..., at * count : (at + 1) * count].unflatten(-1, (-1, 2)).transpose(1, 2) for at in range(3))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -126,13 +126,13 @@ FUSED: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.ranks(max=3)
 class TestFused:
-    """Gated units, and slices of what is fused, were refused where chunks of the same were not."""
+    """Regression: gated units and slices of fused weights were refused, although chunks were accepted."""
 
     @pytest.mark.parametrize("how", ["first call", "verify", "auto"])
     @pytest.mark.parametrize("name", FUSED)
     def test_are_divided_part_by_part(self, tp: Any, name: str, how: str) -> None:
         function, width = FUSED[name]
-        model = made(Mlp, function, width)
+        model = build(Mlp, function, width)
         plain, units = copy.deepcopy(model), 6 if name == "heads" else 0
         plan: Any = {"up": Column(width // 12, units), "down": Row(units=units)}
         if how == "auto":
@@ -146,8 +146,8 @@ class TestFused:
     def test_need_parts(self, tp: Any) -> None:
         for function, width in FUSED.values():
             with pytest.raises(UsageError, match=r"give it Column\(parts="):
-                parallelize(made(Mlp, function, width), tp, PLAN, example=rows())
-        whole = made(Mlp, lambda h: h[..., :12] + h[..., 12:], 24)  # where the whole alone has them
+                parallelize(build(Mlp, function, width), tp, PLAN, example=rows())
+        whole = build(Mlp, lambda h: h[..., :12] + h[..., 12:], 24)  # only the whole model has them
         with pytest.raises(UsageError):
             parallelize(whole, tp, {"up": Column(2), "down": Row()})(rows())
 
@@ -166,25 +166,25 @@ CHOICES: dict[str, Any] = {
 
 @pytest.mark.ranks(min=2, max=3)
 class TestChoices:
-    """A condition on a part was taken for right, for the first batch gave the same on all ranks."""
+    """Regression: a condition on a part was accepted, because the first batch gave the same result on all ranks."""
 
     @pytest.mark.parametrize("name", CHOICES)
     @pytest.mark.parametrize("how", ["first call", "example", pytest.param("verify", marks=pytest.mark.long)])
     def test_warn(self, tp: Any, how: str, name: str) -> None:
-        model = made(Mlp, CHOICES[name])
+        model = build(Mlp, CHOICES[name])
         plain = copy.deepcopy(model)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             parallelize(model, tp, PLAN, **given(how))
             is_right(plain, model, rows())
-        told = re.findall(
+        messages = re.findall(
             r"test_tensor_traced_models\.py:\d+: Python numbers", "".join(f"{one.message}" for one in caught)
         )
-        assert bool(told) == (tp.rank == 0), caught
+        assert bool(messages) == (tp.rank == 0), caught
 
     @pytest.mark.parametrize("how", ["first call", "example", "verify"])
-    def test_on_what_is_whole_say_nothing(self, tp: Any, how: str) -> None:
-        model = nn.Sequential(made(Mlp, torch.relu), Chooses()).double()
+    def test_conditions_on_whole_tensors_do_not_warn(self, tp: Any, how: str) -> None:
+        model = nn.Sequential(build(Mlp, torch.relu), Chooses()).double()
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

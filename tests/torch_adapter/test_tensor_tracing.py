@@ -1,4 +1,4 @@
-"""Traces of PyTorch models: the equations of their operations are right, and results are those without tracing."""
+"""Traces of PyTorch models: equations of operations are correct, and results match those without tracing."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tests.inputs.traces import holds
     ],
 )  # fmt: skip
 def test_operations_are_traced(run):
-    """Results are those without tracing, and shapes are those of the results."""
+    """Results match those without tracing, and shapes match the results."""
 
     class Runs(nn.Module):
         def forward(self, x):
             return run(x)
 
     x = torch.rand(6, 4, generator=torch.Generator().manual_seed(4))
-    found, error = try_trace(Runs(), (x,), {})
+    graph, error = try_trace(Runs(), (x,), {})
     assert error is None
-    assert found.shapes[found.outputs[0]] == tuple(run(x.clone()).shape)
-    assert all(step.kind != "unseen" for step in found.steps)
+    assert graph.shapes[graph.outputs[0]] == tuple(run(x.clone()).shape)
+    assert all(step.kind != "unseen" for step in graph.steps)
 
 
 def operations():
-    """Operations, and shapes of their inputs: of even lengths, so that halves of them can be computed."""
+    """Return operations with shapes of their inputs, whose lengths are even, so that halves can be computed."""
     one, heads = ((2, 4, 6),), ((2, 4, 6, 8),) * 3
     return {
         "add": (lambda x, y: x + y, ((2, 4, 6), (4, 1))),
@@ -85,8 +85,8 @@ def operations():
 
 @pytest.mark.ranks(max=1)
 @pytest.mark.parametrize("name", operations())
-def test_equations_are_those_of_the_operations(name):
-    """Halves of the inputs along a dimension give the halves of the result along the same one."""
+def test_equations_match_the_operations(name):
+    """Halves of the inputs along a dimension give the halves of the result along that dimension."""
     run, shapes = operations()[name]
 
     class Runs(nn.Module):
@@ -95,8 +95,8 @@ def test_equations_are_those_of_the_operations(name):
 
     draws = torch.Generator().manual_seed(1)
     inputs = [torch.rand(shape, generator=draws, dtype=torch.float64) for shape in shapes]
-    found, error = try_trace(Runs(), inputs, {})
+    graph, error = try_trace(Runs(), inputs, {})
     assert error is None
-    (equation,) = (step.equation for step in found.steps if step.equation is not None)
+    (equation,) = (step.equation for step in graph.steps if step.equation is not None)
     assert equation is not None
     holds(equation, lambda *arrays: run(*map(torch.from_numpy, arrays)).numpy(), *(x.numpy() for x in inputs))

@@ -1,6 +1,6 @@
-"""Operations that the rules do not know were wrong in silence, by 12 to 110 %, under "auto" and under own plans.
+"""Operations unknown to the rules were silently wrong, by 12 to 110 %, under "auto" and under own plans.
 
-One process is the oracle: a copy of the model that was made before.
+The oracle is one process: an earlier copy of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLAN: Plan = {"up": Column(), "down": Row()}
 
 
 class Half(torch.autograd.Function):
-    """A function of the user's that looks at all features."""
+    """A user-defined function that uses all features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Half(torch.autograd.Function):
 
 
 class Twice(torch.autograd.Function):
-    """One that looks at one element at a time."""
+    """A user-defined function of single elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Twice(torch.autograd.Function):
 
 
 class Back(torch.autograd.Function):
-    """One whose gradient alone looks at all features."""
+    """A user-defined function whose gradient alone uses all features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Back(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """One of two tensors. The gradient of the second looks at all features if `whole` is True."""
+    """A function of two tensors. With `whole`, the gradient of the second one uses all features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, whole: bool) -> Tensor:
@@ -144,7 +144,7 @@ class Images(nn.Module):
 
 
 class Picking(nn.Module):
-    """Several layers in which the best of some experts works on a row."""
+    """Several layers in which the best of some experts processes a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Picking(nn.Module):
 
 
 class Applied(nn.Module):
-    """A function as a layer."""
+    """A layer that applies a function."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def tp(comm: Any) -> Any:
     return commlib.Mesh(tp=comm.size)["tp"]
 
 
-def made(kind: Any, function: Any) -> Any:
+def build_model(kind: Any, function: Any) -> Any:
     torch.manual_seed(3)
     return kind(function).double()
 
@@ -192,19 +192,19 @@ EVERY = [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for
 class TestWrong:
     @pytest.mark.parametrize("name", EVERY)
     def test_auto_leaves_the_pair_whole(self, tp: Any, name: str) -> None:
-        said: list[str] = []
-        model = made(Two, WRONG[name])
+        reports: list[str] = []
+        model = build_model(Two, WRONG[name])
         plain = copy.deepcopy(model)
-        parallelize(model, tp, "auto", example=rows(), report=said.append)
+        parallelize(model, tp, "auto", example=rows(), report=reports.append)
         assert {name for name, module in model.named_modules() if hasattr(module, "style")} == {"last.up", "last.down"}
         if tp.rank == 0:
-            assert "test_tensor_unknown.py:" in reason(said[0], "first.up"), said[0]
+            assert "test_tensor_unknown.py:" in reason(reports[0], "first.up"), reports[0]
         is_right(plain, model, rows())
 
     @pytest.mark.parametrize("name", EVERY)
     def test_own_plans_are_refused(self, tp: Any, name: str) -> None:
-        """With example= before anything is divided, and without one at the first call."""
-        model = made(Mlp, WRONG[name])
+        """With example= it is refused before anything is divided, otherwise at the first call."""
+        model = build_model(Mlp, WRONG[name])
         with pytest.raises(UsageError, match=r"test_tensor_unknown\.py:\d+"):
             parallelize(model, tp, PLAN, example=rows())
         assert not any(hasattr(module, "style") for module in model.modules())
@@ -217,8 +217,8 @@ class TestWrong:
 class TestRight:
     @pytest.mark.parametrize("way", ["example", pytest.param("verify", marks=pytest.mark.long), "first call"])
     @pytest.mark.parametrize("name", [name for name in RIGHT if name != "a condition"])  # one bit proves nothing
-    def test_nothing_is_said(self, tp: Any, name: str, way: str) -> None:
-        model = made(Mlp, RIGHT[name])
+    def test_valid_operations_pass_without_a_warning(self, tp: Any, name: str, way: str) -> None:
+        model = build_model(Mlp, RIGHT[name])
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -227,15 +227,15 @@ class TestRight:
             is_right(plain, model, rows())
 
     @pytest.mark.parametrize("name", RIGHT)
-    def test_auto_is_right(self, tp: Any, name: str) -> None:
-        model = made(Two, RIGHT[name])
+    def test_auto_divides_valid_operations_correctly(self, tp: Any, name: str) -> None:
+        model = build_model(Two, RIGHT[name])
         plain = copy.deepcopy(model)
         parallelize(model, tp, "auto", example=rows(), report=lambda table: None)
         is_right(plain, model, rows())
 
     @pytest.mark.parametrize("way", ["example", "first call", "auto"])
     def test_pooling_of_images(self, tp: Any, way: str) -> None:
-        model = made(lambda _: Images(), None)
+        model = build_model(lambda _: Images(), None)
         plain, x = copy.deepcopy(model), rows()[None, :3].repeat(2, 1, 1, 1)
         options: dict[str, Any] = {} if way == "first call" else {"example": x, "report": lambda table: None}
         with warnings.catch_warnings():
@@ -245,9 +245,9 @@ class TestRight:
         assert hasattr(model.up, "style")
 
     @pytest.mark.parametrize("way", ["example", "first call"])
-    def test_what_is_picked_in_low_precision(self, tp: Any, way: str) -> None:
-        """Rounding makes another expert the best one for some words, and so all after it other numbers."""
-        model = made(lambda _: Picking(), None).bfloat16()
+    def test_choices_in_low_precision(self, tp: Any, way: str) -> None:
+        """Rounding selects another expert for some words, and so changes all later numbers."""
+        model = build_model(lambda _: Picking(), None).bfloat16()
         x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -257,21 +257,21 @@ class TestRight:
 
     @pytest.mark.parametrize("verb", ["moves", "verbs"])
     def test_a_model_that_communicates_itself(self, tp: Any, verb: str) -> None:
-        """It is right only while it is divided, so that its whole is no measure."""
+        """It is correct only while divided, so the whole is no reference."""
 
         def total(x: Tensor) -> Any:
             return reduce(x, tp) if verb == "moves" else commlib_torch.all_reduce(x.detach(), ranks=tp)
 
-        model = made(Mlp, lambda h: h / total(h.square().sum(-1, keepdim=True)).sqrt())
-        plain = made(Mlp, lambda h: h / h.square().sum(-1, keepdim=True).sqrt())
+        model = build_model(Mlp, lambda h: h / total(h.square().sum(-1, keepdim=True)).sqrt())
+        plain = build_model(Mlp, lambda h: h / h.square().sum(-1, keepdim=True).sqrt())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             parallelize(model, tp, PLAN)
             torch.testing.assert_close(model(rows()), plain(rows()), rtol=0, atol=1e-10)
 
     @pytest.mark.parametrize("way", ["example", "first call", "auto"])
-    def test_values_that_are_written(self, tp: Any, way: str) -> None:
-        """A layer takes what is added to in place afterwards: each is held against what it was then."""
+    def test_values_may_be_overwritten(self, tp: Any, way: str) -> None:
+        """A layer's input is later modified in place: each value is compared with its state at that time."""
 
         class Written(nn.Module):
             def __init__(self) -> None:
@@ -283,16 +283,16 @@ class TestRight:
                 x += self.down(self.up(x).relu())
                 return x.mul_(2)
 
-        model = made(lambda _: Written(), None)
+        model = build_model(lambda _: Written(), None)
         plain = copy.deepcopy(model)
         options: dict[str, Any] = {} if way == "first call" else {"example": rows(), "report": lambda table: None}
         parallelize(model, tp, "auto" if way == "auto" else PLAN, **options)
-        with torch.no_grad():  # its own gradient needs what it has overwritten
+        with torch.no_grad():  # its own gradient needs the overwritten value
             torch.testing.assert_close(model(rows()), plain(rows()), rtol=0, atol=1e-10)
         assert hasattr(model.up, "style")
 
     def test_random_numbers_and_dropout(self, tp: Any) -> None:
-        model = made(Mlp, lambda h: torch.special.bessel_j0(h))
+        model = build_model(Mlp, lambda h: torch.special.bessel_j0(h))
         model.down = nn.Sequential(nn.Dropout(0.5), model.down)
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
@@ -304,27 +304,27 @@ class TestRight:
 
 @pytest.mark.ranks(min=2, max=3)
 class TestGradientsOfFunctions:
-    """Forwards agreed, and gradients that look at all features were wrong in silence."""
+    """Regression: forwards matched, and gradients that use all features were silently wrong."""
 
     @pytest.mark.parametrize("name", WRONG_BACKWARD)
     def test_wrong_ones_are_refused(self, tp: Any, name: str) -> None:
-        model = made(Mlp, WRONG_BACKWARD[name])
+        model = build_model(Mlp, WRONG_BACKWARD[name])
         with pytest.raises(UsageError, match=r"Back|Gated"):
             parallelize(model, tp, PLAN, example=rows())
         divided = parallelize(model, tp, PLAN)
         with torch.no_grad():
-            divided(rows())  # of which nobody asks for gradients
+            divided(rows())  # without gradients
         with pytest.raises(UsageError, match=r"the gradient of (Back|Gated) in the model, .*test_tensor_unknown\.py"):
             divided(rows())
 
     @pytest.mark.long
     def test_operators_of_libraries(self, tp: Any) -> None:
-        """They are no autograd functions, and have a backward of their own all the same."""
+        """They are not autograd functions, but have their own backward."""
         twice = torch.library.custom_op("commlib_tests::twice", lambda x: x * 2, mutates_args=(),
                                         schema="(Tensor x) -> Tensor")  # fmt: skip
         for gradient in (lambda _, gradient: gradient * 2, lambda _, gradient: Back.backward(None, gradient)):
             torch.library.register_autograd(twice, gradient)
-            plain = made(Mlp, lambda h: twice(h))
+            plain = build_model(Mlp, lambda h: twice(h))
             divided = parallelize(copy.deepcopy(plain), tp, PLAN)
             if gradient(None, torch.ones(2))[0] == 2:
                 is_right(plain, divided, rows())
@@ -334,8 +334,8 @@ class TestGradientsOfFunctions:
 
     @pytest.mark.parametrize("way", ["first call", "example", "auto"])
     @pytest.mark.parametrize("name", RIGHT_BACKWARD)
-    def test_right_ones_pass_in_silence(self, tp: Any, name: str, way: str) -> None:
-        model = made(Two, RIGHT_BACKWARD[name])
+    def test_valid_functions_pass_silently(self, tp: Any, name: str, way: str) -> None:
+        model = build_model(Two, RIGHT_BACKWARD[name])
         plain = copy.deepcopy(model)
         options: dict[str, Any] = {} if way == "first call" else {"example": rows(), "report": lambda table: None}
         with warnings.catch_warnings():
@@ -347,7 +347,7 @@ class TestGradientsOfFunctions:
 
 
 def test_auto_tries_functions_on_parts(tp: Any) -> None:
-    """Whatever was an autograd function left its pair whole; one whose backward looks at all features still does."""
+    """Regression: any autograd function left its pair whole; one whose backward uses all features still does."""
     torch.manual_seed(0)
     for function in (Twice, Back, Half):
         model = Two(lambda h, function=function: function.apply(h)).double()
@@ -363,8 +363,8 @@ def test_auto_tries_functions_on_parts(tp: Any) -> None:
         torch.testing.assert_close(model.first.up.weight.grad, expected, rtol=0, atol=1e-10)
 
 
-def test_activations_of_blocks(tp: Any) -> None:
-    """A function of all hidden features was taken for an activation."""
+def test_functions_of_all_hidden_features_are_no_activations(tp: Any) -> None:
+    """Regression: such a function was taken for an activation."""
     for activation in (lambda h: h.softmax(-1), lambda h: h / h.norm(), lambda h: h * h.shape[-1]):
         with pytest.raises(UsageError, match="needs all hidden features"):
             ParallelMLP(8, 12, tp, activation=activation)
@@ -376,27 +376,27 @@ def test_activations_of_blocks(tp: Any) -> None:
 @pytest.mark.parametrize("name", ["fft", "length"])
 def test_pipelines_compare_an_example(comm: Any, name: str) -> None:
     mesh = commlib.Mesh(pp=1, tp=comm.size)
-    model = made(lambda _: nn.Sequential(nn.Linear(8, 12), Applied(WRONG[name]), nn.Linear(12, 8)), None)
+    model = build_model(lambda _: nn.Sequential(nn.Linear(8, 12), Applied(WRONG[name]), nn.Linear(12, 8)), None)
     parallelize(model, mesh["tp"], {"0": Column(), "2": Row()})
     with pytest.raises(UsageError, match=r"differs from the unsharded model's"):
         commlib_torch.pipeline(model, mesh["pp"], loss=nn.MSELoss(), microbatches=2, example=rows())
 
 
 @pytest.mark.ranks(min=2, max=3)
-def test_batches_that_differ_are_told(tp: Any) -> None:
-    """Each rank computed with its own batch, and with the others' parts of theirs."""
-    model = parallelize(made(Mlp, torch.relu), tp, PLAN)
+def test_different_batches_are_warned_of(tp: Any) -> None:
+    """Regression: each rank combined its own batch with the other ranks' parts of theirs."""
+    model = parallelize(build_model(Mlp, torch.relu), tp, PLAN)
     with pytest.warns(UserWarning, match="the same batch") if tp.rank == 0 else nullcontext():
         model(rows() + tp.rank)
 
 
 @pytest.mark.ranks(min=2, max=3)
-class TestWhatCannotBeTold:
-    """Where numbers cannot decide, a warning says what the rules do not know, and where."""
+class TestUndecidable:
+    """If numbers cannot decide, a warning names the unknown operation and its place."""
 
     @pytest.mark.parametrize("name", ["fft", "item", "autograd function", "vmap"])
-    def test_of_a_part_that_comes(self, tp: Any, name: str) -> None:
-        """The input of the model is divided already: there is no whole to run."""
+    def test_an_input_that_is_a_part(self, tp: Any, name: str) -> None:
+        """The model's input is already divided, so no whole can be run."""
 
         class Inside(nn.Module):
             def __init__(self) -> None:
@@ -406,9 +406,9 @@ class TestWhatCannotBeTold:
             def forward(self, x: Tensor) -> Any:
                 return self.last(WRONG[name](self.up(self.down(x))))
 
-        model = made(lambda _: Inside(), None)
+        model = build_model(lambda _: Inside(), None)
         parallelize(model, tp, {"down": Row(), "up": Column(), "last": Row()})
         part = rows().tensor_split(tp.size, -1)[tp.rank]
-        told = r"test_tensor_unknown\.py:\d+: .*\(by up\).*sharded already"
-        with pytest.warns(UserWarning, match=told) if tp.rank == 0 else nullcontext():
+        text = r"test_tensor_unknown\.py:\d+: .*\(by up\).*sharded already"
+        with pytest.warns(UserWarning, match=text) if tp.rank == 0 else nullcontext():
             model(part)

@@ -1,4 +1,4 @@
-"""Looking at a model has no side effects: caches had an entry more after the first call, and arguments were changed."""
+"""Side effects of checks: there are none. Caches once grew in the first call, and arguments were changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN: Any = {"up": Column(), "down": Row()}
 
 
 class Cache:
-    """As those of language models: an object with lists of tensors, and one that is written in place."""
+    """A cache as in language models: lists of tensors, and a tensor written in place."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -32,7 +32,7 @@ class Cache:
 
 
 class Hostile(nn.Module):
-    """Keeps whatever a model can keep, and writes its argument."""
+    """A model that stores values in every way, and writes to its argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,25 +63,25 @@ class Hostile(nn.Module):
 
 
 def hooked(model: Any) -> list[str]:
-    """Put hooks of each kind on a model; return what they say."""
-    said: list[str] = []
+    """Put hooks of each kind on a model; return the list that they append to."""
+    reports: list[str] = []
 
     def count(*_: Any) -> None:
         model.hooked += 1
 
-    model.register_forward_pre_hook(lambda *_: said.append("before"))
-    model.up.register_forward_hook(lambda *_: said.append("after"))
-    model.down.register_full_backward_pre_hook(lambda *_: said.append("backward before"))
-    model.down.register_full_backward_hook(lambda *_: said.append("backward"))
-    model.down.weight.register_hook(lambda *_: said.append("gradient"))
+    model.register_forward_pre_hook(lambda *_: reports.append("before"))
+    model.up.register_forward_hook(lambda *_: reports.append("after"))
+    model.down.register_full_backward_pre_hook(lambda *_: reports.append("backward before"))
+    model.down.register_full_backward_hook(lambda *_: reports.append("backward"))
+    model.down.weight.register_hook(lambda *_: reports.append("gradient"))
     model.register_forward_hook(count)
-    return said
+    return reports
 
 
-def kept(model: Any, said: Any, x: Tensor, cache: Cache, names: Any) -> dict[str, Any]:
-    """Return all that may have changed."""
+def kept(model: Any, text: Any, x: Tensor, cache: Cache, names: Any) -> dict[str, Any]:
+    """Return all state that may have changed."""
     return {
-        "calls": (model.calls, list(model.log), model.hooked, list(said), dict(names)),
+        "calls": (model.calls, list(model.log), model.hooked, list(text), dict(names)),
         "caches": [(one.seen, len(one.keys), one.last.sum().item()) for one in (model.cache, cache)],
         "x": x.sum().item(),
         "statistics": (model.norm.running_mean.sum().item(), int(model.norm.num_batches_tracked)),
@@ -101,7 +101,7 @@ def run(comm: Any, look: str, divide: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = Hostile()
     plain = copy.deepcopy(model)
-    said, x, cache, names = hooked(model), torch.ones(4, 8).double(), Cache(), dict[str, Any]()
+    text, x, cache, names = hooked(model), torch.ones(4, 8).double(), Cache(), dict[str, Any]()
     seed()
     if divide:
         batch = (x, cache, names)
@@ -118,12 +118,12 @@ def run(comm: Any, look: str, divide: bool) -> dict[str, Any]:
                 model(x, cache, names)
     elif look == "first call" or look == "function":
         model(x, cache, names)
-    return kept(model, said, x, cache, names)
+    return kept(model, text, x, cache, names)
 
 
 @pytest.mark.parametrize("look", ["example", "verify", "auto", "first call", "function"])
-def test_a_look_is_not_noticed(comm: Any, look: str) -> None:
-    """As if nobody had looked, or as after one call."""
+def test_a_check_has_no_side_effects(comm: Any, look: str) -> None:
+    """The state matches a run without a check, or one call."""
     if look == "auto" and comm.size > 1:
         pytest.skip("its plan is for other models")
     expected, got = run(comm, look, divide=False), run(comm, look, divide=True)
@@ -132,7 +132,7 @@ def test_a_look_is_not_noticed(comm: Any, look: str) -> None:
 
 
 class Stats:
-    """Has what is counted; there is no object of it."""
+    """A class that holds counters and has no instances."""
 
     calls = 0
     log: ClassVar[list[int]] = []
@@ -146,7 +146,7 @@ def once(length: int) -> None:
 
 
 class Naming(nn.Module):
-    """Changes by names what none of its objects has, and draws numbers of its own."""
+    """A model that changes state through names only, and draws random numbers of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,8 +177,8 @@ def named(model: Naming) -> Any:
 
 
 @pytest.mark.parametrize("look", ["example", "first call"])
-def test_what_a_model_changes_by_names_alone(comm: Any, look: str) -> None:
-    """It was counted four times for one, and what is done once was not done in the call itself."""
+def test_a_check_restores_state_reached_by_name(comm: Any, look: str) -> None:
+    """Regression: one call was counted four times, and one-time work was skipped in the call itself."""
     x, got = torch.ones(4, 8).double(), []
     for divided in (False, True):
         Stats.calls, Stats.table["n"] = 0, 0
@@ -202,8 +202,8 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_an_argument_that_is_used_up(comm: Any, kind: str) -> None:
-    """The call itself found it empty, and computed other numbers."""
+def test_a_consumed_argument(comm: Any, kind: str) -> None:
+    """Regression: the actual call found it empty, and computed different numbers."""
     model, x = Naming(), torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).double()
     for weight in model.parameters():
         comm.broadcast(weight.detach(), root=0)
@@ -220,7 +220,7 @@ class Going(Naming):
 
 
 def test_an_iterator_is_refused(comm: Any) -> None:
-    """Nobody can put it back: the call itself computed without what it gives."""
+    """It cannot be restored: the actual call would miss its values."""
     model, x = Going(), torch.ones(4, 8).double()
     parallelize(model, comm, PLAN)
     with pytest.raises(

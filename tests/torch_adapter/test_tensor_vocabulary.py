@@ -1,4 +1,4 @@
-"""Embeddings, logits and their loss, divided by words: beside plain ones."""
+"""Embeddings, logits and their loss, divided by words, compared with plain ones."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def words(*shape: int, seed: int = 0, most: int = WORDS) -> torch.Tensor:
 @pytest.mark.parametrize("padding", [None, 0, 4, -1])
 def test_an_embedding_by_words(tp, padding):
     for style, part in ((Vocabulary(), lambda whole: whole), (Vocabulary(sequence=1), own_head(tp, 1))):
-        found = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": style})
+        models = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": style})
         for shape in ((3, 7), (2, 2), (4, 1)):
-            check(tp, found, words(*shape), part=part)
-    found = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": Vocabulary()})
-    check(tp, found, words(9))
-    check(tp, found, words(0))
-    check(tp, found, torch.tensor(WORDS - 1))
-    check(tp, found, words(3, 2).int())
+            check(tp, models, words(*shape), part=part)
+    models = pair(tp, lambda: nn.Embedding(WORDS, 5, padding_idx=padding), {"": Vocabulary()})
+    check(tp, models, words(9))
+    check(tp, models, words(0))
+    check(tp, models, torch.tensor(WORDS - 1))
+    check(tp, models, words(3, 2).int())
 
 
 class Scaled(nn.Embedding):
-    """As those of Gemma and BART."""
+    """A scaled embedding as in Gemma and BART."""
 
     def forward(self, words):
         return super().forward(words) * self.embedding_dim**0.5
@@ -66,11 +66,11 @@ class OverTheSequence(nn.Embedding):
         return super().forward(words).cumsum(1)
 
 
-def test_an_embedding_that_changes_what_it_finds(tp):
-    """One that scales its rows was refused, and left whole with the logits that share its weight."""
+def test_an_embedding_that_changes_its_rows(tp):
+    """Regression: an embedding that scales its rows stayed whole, with the logits that share its weight."""
     for style, part in ((Vocabulary(), lambda whole: whole), (Vocabulary(sequence=1), own_head(tp, 1))):
-        found = pair(tp, lambda: Scaled(WORDS, 5, padding_idx=4), {"": style})
-        check(tp, found, words(3, 7), part=part)
+        models = pair(tp, lambda: Scaled(WORDS, 5, padding_idx=4), {"": style})
+        check(tp, models, words(3, 7), part=part)
     for kind in (Centred, OverTheSequence):
         model = kind(WORDS, 5)
         weight, before = model.weight, set(vars(model))
@@ -86,28 +86,28 @@ def test_an_embedding_by_features(tp):
         (Column(parts=(4, 5), gather=True), lambda whole: whole),
     ):
         check(tp, pair(tp, lambda: nn.Embedding(WORDS, 9, padding_idx=2), {"": style}), words(3, 7), part=part)
-    found = pair(tp, lambda: nn.Embedding(WORDS, 9, scale_grad_by_freq=True), {"": Column(gather=True, sequence=1)})
-    check(tp, found, words(3, 7), shards=1)
+    models = pair(tp, lambda: nn.Embedding(WORDS, 9, scale_grad_by_freq=True), {"": Column(gather=True, sequence=1)})
+    check(tp, models, words(3, 7), shards=1)
 
 
 def test_norms_of_words(tp):
-    """max_norm changes the rows that are looked up, and no others."""
-    found = pair(tp, lambda: nn.Embedding(WORDS, 5, max_norm=0.5), {"": Vocabulary()})
+    """max_norm changes only the rows that are looked up."""
+    models = pair(tp, lambda: nn.Embedding(WORDS, 5, max_norm=0.5), {"": Vocabulary()})
     asked = torch.tensor([1, 1, WORDS - 1])
-    assert_equal(found.divided(asked), found.plain(asked))
-    check(tp, found, asked)
+    assert_equal(models.divided(asked), models.plain(asked))
+    check(tp, models, asked)
     every = torch.arange(WORDS)
-    assert_equal(found.divided(every), found.plain(every))
+    assert_equal(models.divided(every), models.plain(every))
 
 
-def test_layers_made_divided(tp):
-    made: list[tuple[Any, Any, torch.Tensor]] = [
+def test_layers_constructed_divided(tp):
+    created: list[tuple[Any, Any, torch.Tensor]] = [
         (lambda: nn.Embedding(WORDS, 5), lambda: VocabularyEmbedding(WORDS, 5, tp), words(4)),
         (lambda: nn.Embedding(WORDS, 5), lambda: ColumnEmbedding(WORDS, 5, tp, style=Column(gather=True)), words(4)),
         (lambda: nn.Linear(5, WORDS), lambda: VocabularyLinear(5, WORDS, tp, style=Vocabulary(gather=True)),
          random(4, 5).float()),
     ]  # fmt: skip
-    for plain, divided, x in made:
+    for plain, divided, x in created:
         torch.manual_seed(2)
         expected = plain()(x)
         torch.manual_seed(2)
@@ -115,7 +115,7 @@ def test_layers_made_divided(tp):
 
 
 class Language(nn.Module):
-    """An embedding and the logits that share its weight."""
+    """An embedding, and the logits that share its weight."""
 
     def __init__(self, tied: bool = True):
         super().__init__()
@@ -139,20 +139,20 @@ def plan_of(sequence: int | None = None, gather: bool = False) -> Plan:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sequence", [None, 1])
 def test_logits(tp, tied, sequence):
-    found = pair(tp, lambda: Language(tied), plan_of(sequence))
-    check(tp, found, words(3, 5), part=own_head(tp))
+    models = pair(tp, lambda: Language(tied), plan_of(sequence))
+    check(tp, models, words(3, 5), part=own_head(tp))
     check(tp, pair(tp, lambda: Language(tied), plan_of(sequence, gather=True)), words(3, 5))
     if tied:
-        assert found.divided.head.weight is found.divided.table.weight
-        again = copy.deepcopy(found.divided)
+        assert models.divided.head.weight is models.divided.table.weight
+        again = copy.deepcopy(models.divided)
         assert again.head.weight is again.table.weight
-        check(tp, Pair(found.plain, again), words(3, 5), part=own_head(tp))
+        check(tp, Pair(models.plain, again), words(3, 5), part=own_head(tp))
 
 
 @pytest.mark.parametrize("sequence", [None, 1])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_training_with_an_optimizer_made_before(tp, optimizer, sequence):
-    """Losses of a plain model and a divided one, step after step, with tied weights."""
+    """Losses of a plain and a divided model with tied weights are equal in each step."""
     plain = pair(tp, Language, plan_of()).plain
     divided = copy.deepcopy(plain)
     losses: list[list[torch.Tensor]] = []
@@ -209,7 +209,7 @@ def test_cross_entropy(tp, shape, smoothing, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_cross_entropy_with_weights_of_words(tp, smoothing, reduction):
-    """There were none; with smoothing they weigh each word's part of it, and a mean is by the targets' weights."""
+    """With smoothing, weights apply to each word's part of the loss, and a mean divides by the targets' weights."""
     whole, target, weight = random(2, 3, WORDS) * 5, words(2, 3, seed=3), random(WORDS, seed=2).abs()
     target[0, 1], weight[4] = 7, 0
     options = {"ignore_index": 7, "label_smoothing": smoothing, "reduction": reduction}
@@ -225,8 +225,8 @@ def test_cross_entropy_with_weights_of_words(tp, smoothing, reduction):
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_with_other_targets_are_told(tp):
-    """One computed the loss of other words than the other, and nobody noticed."""
+def test_different_targets_on_ranks_are_refused(tp):
+    """Regression: ranks silently computed the loss of different words."""
     own, target, weight = own_head(tp)(random(4, WORDS)), words(4), random(WORDS).abs()
     other = target.roll(1) if tp.rank else target
     for _ in range(2):
@@ -236,7 +236,7 @@ def test_ranks_with_other_targets_are_told(tp):
             vocabulary_cross_entropy(own, target, tp, weight=weight.flip(0) if tp.rank else weight)
         with pytest.raises(MismatchError, match="ignore_index"):
             vocabulary_cross_entropy(own, target, tp, ignore_index=-tp.rank)
-    # One that caught its own error had its next call taken for this one.
+    # Regression: after a caught error, a rank's next call was matched with the failed one.
     with pytest.raises(UsageError if tp.rank else MismatchError, match="target of shape" if tp.rank else "same call"):
         vocabulary_cross_entropy(own, target[1:] if tp.rank else target, tp)
     vocabulary_cross_entropy(own, target, tp, weight=weight)
@@ -244,7 +244,7 @@ def test_ranks_with_other_targets_are_told(tp):
 
 @pytest.mark.ranks(min=2)
 def test_whole_logits_are_refused(tp):
-    """Gathered logits were taken for those of as many times the words: another loss, and another gradient."""
+    """Regression: gathered logits were taken for a larger vocabulary, with a wrong loss and gradient."""
     target, head = words(4), VocabularyLinear(5, WORDS, tp, style=Vocabulary(gather=True))
     whole = random(4, WORDS)
     for logits in (head(random(4, 5).float()), head(random(1, 5).float()), gather(own_head(tp)(whole), tp, -1), whole):
@@ -252,8 +252,8 @@ def test_whole_logits_are_refused(tp):
             vocabulary_cross_entropy(logits * 2, target[: len(logits)], tp)
 
 
-def test_divided_logits_that_are_alike_are_not_refused(tp):
-    """A head that begins with zeros makes the same logits on all ranks; others are told by `vocabulary`."""
+def test_equal_divided_logits_are_accepted(tp):
+    """A head that starts with zeros makes equal logits on all ranks; `vocabulary` identifies the others."""
     for own, options in (
         (torch.zeros(4, 3).double(), {}),
         (torch.full((4, 3), torch.nan).double(), {}),
@@ -265,8 +265,8 @@ def test_divided_logits_that_are_alike_are_not_refused(tp):
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_with_other_logits_are_told(tp):
-    """The core refused a reduction of so many numbers, and named neither logits nor rows."""
+def test_different_logits_on_ranks_are_refused(tp):
+    """Regression: the core's error was about a reduction, and named neither logits nor rows."""
     own, target, is_other = own_head(tp)(random(4, WORDS)), words(4), tp.rank == 1
     with pytest.raises(MismatchError, match=f"logits of {3 if is_other else 4} rows, and other ranks have others"):
         vocabulary_cross_entropy(own[1:] if is_other else own, target[1:] if is_other else target, tp)
@@ -307,7 +307,7 @@ def test_cross_entropy_of_narrow_floats(tp, dtype):
 
 
 def test_cross_entropy_twice(tp):
-    """Its gradient may be taken again where the graph is kept; there is none of that gradient."""
+    """Its gradient may be computed again if the graph is kept, but has no second derivative."""
     logits = own_head(tp)(random(4, WORDS)).clone().requires_grad_()
     loss = vocabulary_cross_entropy(logits, words(4), tp)
     first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
@@ -316,22 +316,22 @@ def test_cross_entropy_twice(tp):
         torch.autograd.grad(loss, logits, create_graph=True)
 
 
-def test_what_does_not_fit_is_refused(tp):
+def test_mismatched_arguments_are_refused(tp):
     cases: list[tuple[nn.Module, Any, str]] = [
         (nn.Embedding(WORDS, 4, sparse=True), Vocabulary(), "sparse=True"),
         (nn.Embedding(WORDS, 4, scale_grad_by_freq=True), Vocabulary(), "scale_grad_by_freq=True"),
         (nn.Embedding(WORDS, 4), Vocabulary(gather=True), "for logits"),
         (nn.Embedding(WORDS, 4, max_norm=1.0), Column(), "max_norm"),
     ]
-    for module, style, said in cases:
-        with pytest.raises(UsageError, match=said):
+    for module, style, text in cases:
+        with pytest.raises(UsageError, match=text):
             parallelize(module, tp, {"": style})
     table = parallelize(nn.Embedding(WORDS, 4), tp, {"": Vocabulary()})
     for wrong in (-1, WORDS):
         with pytest.raises(UsageError, match=f"token {wrong}, expected 0 to 10"):
             table(torch.tensor([0, wrong]))
     own = own_head(tp)(random(3, WORDS))
-    for target, options, said in [
+    for target, options, text in [
         (random(3), {}, "probabilities"),
         (words(2), {}, "for a target of shape"),
         (words(3), {"weight": torch.ones(12)}, "weight has 12 tokens, expected the 11"),
@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_refused(tp):
         (words(3), {"label_smoothing": 2.0}, "label_smoothing"),
         (words(3), {"reduction": "all"}, "reduction"),
     ]:
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=text):
             vocabulary_cross_entropy(own, target, tp, **options)  # type: ignore[arg-type]
 
 
@@ -351,15 +351,15 @@ def test_tied_weights_need_one_style(tp):
         parallelize(Language(), tp, {"table": Column(), "head": Vocabulary()})
 
 
-def test_own_words_only(tp):
-    """Each rank holds its words: uneven numbers of them, and no padding."""
+def test_only_local_words(tp):
+    """Each rank has its own words: their number is uneven, and there is no padding."""
     table: Any = parallelize(nn.Embedding(WORDS, 4), tp, {"": Vocabulary()})
     assert len(table.weight) == even(WORDS, tp.size).counts[tp.rank]
 
 
 def test_frozen_words(tp):
-    found = pair(tp, Language, plan_of())
-    for model in found:
+    models = pair(tp, Language, plan_of())
+    for model in models:
         model.table.weight.requires_grad_(False)
-    check(tp, found, words(2, 3), part=own_head(tp))
-    assert found.divided.table.weight.grad is None
+    check(tp, models, words(2, 3), part=own_head(tp))
+    assert models.divided.table.weight.grad is None

@@ -1,6 +1,6 @@
-"""A model that asks a divided weight for its shape, and uses that as a number, was wrong in silence.
+"""Shapes of divided weights used as numbers in a model: results were silently wrong.
 
-One process is the oracle: a copy of the model that was made before.
+The oracle is one process: an earlier copy of the model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def tp(comm: Any) -> Any:
     return commlib.Mesh(tp=comm.size)["tp"]
 
 
-def made(function: Any) -> Asking:
+def build(function: Any) -> Asking:
     torch.manual_seed(3)
     return Asking(function).double()
 
@@ -62,25 +62,25 @@ def rows() -> Tensor:
 @pytest.mark.ranks(min=2, max=3)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_number_is_refused(tp: Any, name: str) -> None:
-    """With example= before anything is divided, at the first call without one, and by numbers with verify=."""
+    """With example= it is refused before anything is divided, else at the first call, or by the results of verify=."""
     with pytest.raises(UsageError, match=LINE):
-        parallelize(made(WRONG[name]), tp, PLAN, example=rows())
-    divided = parallelize(made(WRONG[name]), tp, PLAN)
+        parallelize(build(WRONG[name]), tp, PLAN, example=rows())
+    divided = parallelize(build(WRONG[name]), tp, PLAN)
     for _ in range(2):
         with pytest.raises(UsageError, match=LINE):
             divided(rows())
     with pytest.raises(UsageError, match="differs"):
-        parallelize(made(WRONG[name]), tp, PLAN, verify=rows())
+        parallelize(build(WRONG[name]), tp, PLAN, verify=rows())
     with pytest.raises(UsageError, match="finds no layer"):
-        parallelize(made(WRONG[name]), tp, "auto", example=rows(), report=lambda table: None)
+        parallelize(build(WRONG[name]), tp, "auto", example=rows(), report=lambda table: None)
 
 
 @pytest.mark.ranks(max=3)
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_is_taken(tp: Any, name: str) -> None:
+def test_valid_uses_are_accepted(tp: Any, name: str) -> None:
     ways: tuple[dict[str, Any], ...] = ({}, {"example": rows()}, {"verify": rows()})
     for options in ways:
-        model = made(RIGHT[name])
+        model = build(RIGHT[name])
         plain = copy.deepcopy(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -89,9 +89,9 @@ def test_what_is_right_is_taken(tp: Any, name: str) -> None:
 
 
 @pytest.mark.ranks(min=2, max=3)
-def test_of_a_part_that_comes(tp: Any) -> None:
-    """The input is a part already: numbers of the whole that all of them are tell."""
-    model = parallelize(made(WRONG["shape"]), tp, {"up": Column(sequence=1), "down": Row(sequence=1)})
+def test_an_input_that_is_a_part(tp: Any) -> None:
+    """The input is already a part: a number that belongs to the whole reveals the error."""
+    model = parallelize(build(WRONG["shape"]), tp, {"up": Column(sequence=1), "down": Row(sequence=1)})
     part = rows().chunk(tp.size, 1)[tp.rank]
     with pytest.raises(UsageError, match=r"differs from the unsharded model's.*the shape of its weight"):
         model(part)

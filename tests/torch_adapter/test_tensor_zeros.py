@@ -1,4 +1,4 @@
-"""What a weight of zeros hides at first: it was taken for right, and wrong as soon as the weight was something else."""
+"""Zero weights hide errors: a plan was accepted, and became wrong once the weight changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOKED_AT = ["a call", "example", "verify"]
 
 
 class Gated(nn.Module):
-    """Adds something to the features, or to the result, by a gate that is zero at first."""
+    """Adds a value to the features or to the result by a gate that is zero at first."""
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor], gate: Tensor) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def spectrum(model: Any, h: Tensor) -> Any:
 
 
 def tried(comm: Any, plain: Any, looked_at: str) -> Any:
-    """Return a divided model that was looked at."""
+    """Return a divided model that was checked."""
     model = copy.deepcopy(plain)
     if looked_at != "a call":
         return parallelize(model, comm, PLAN, **{looked_at: X})
@@ -55,15 +55,15 @@ def tried(comm: Any, plain: Any, looked_at: str) -> Any:
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("shape", [(), (5, 1)])
 @pytest.mark.ranks(min=2)
-def test_what_is_behind_zeros_is_refused(comm: Any, shape: tuple[int, ...], learns: bool, looked_at: str) -> None:
+def test_errors_hidden_by_zeros_are_refused(comm: Any, shape: tuple[int, ...], learns: bool, looked_at: str) -> None:
     plain = Gated(spectrum, torch.zeros(shape)).requires_grad_(learns)
     with pytest.raises(UsageError, match="differs"):
         tried(comm, plain, looked_at)
 
 
 @pytest.mark.parametrize("looked_at", LOOKED_AT)
-def test_what_is_right_may_have_zeros(comm: Any, looked_at: str) -> None:
-    """Each weight is then what it was, and so is a graph that was there before."""
+def test_valid_models_may_have_zeros(comm: Any, looked_at: str) -> None:
+    """Each weight keeps its value, and an earlier graph stays valid."""
     torch.manual_seed(0)
     plain = Gated(lambda model, h: h.relu(), torch.zeros(()))
     nn.init.zeros_(plain.up.weight)
@@ -76,7 +76,7 @@ def test_what_is_right_may_have_zeros(comm: Any, looked_at: str) -> None:
     for own, one in zip(losses, (plain, model), strict=True):
         optimizer = torch.optim.SGD(one.parameters(), 0.1)
         for _ in range(4):
-            loss = one(X).square().mean()  # and a call of another kind before its backward
+            loss = one(X).square().mean()  # a call of another kind before its backward
             with torch.no_grad():
                 one.eval()(X)
             one.train()
@@ -88,7 +88,7 @@ def test_what_is_right_may_have_zeros(comm: Any, looked_at: str) -> None:
 
 
 class Turned(nn.Module):
-    """Fails, or gives what is no number, where its weight is no zero."""
+    """Fails or returns NaN if its weight is not zero."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("looked_at", LOOKED_AT)
 @pytest.mark.parametrize("fails", [True, False])
-def test_where_others_cannot_stand_in_zeros_stay(comm: Any, fails: bool, looked_at: str) -> None:
+def test_zeros_stay_if_other_values_fail(comm: Any, fails: bool, looked_at: str) -> None:
     torch.manual_seed(0)
     plain = Turned(fails)
     model = tried(comm, plain, looked_at)

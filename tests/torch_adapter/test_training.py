@@ -1,4 +1,4 @@
-"""With equals without: P ranks train like one process that has the whole batch."""
+"""Training on P ranks matches one process that has the whole batch."""
 
 import warnings
 from collections.abc import Callable
@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
 }
-# Sums are taken in another order: a few units in the last place, amplified by the steps after it (Adam divides by
+# Sums are in another order: a few units in the last place, amplified by the steps after it (Adam divides by
 # the root of small numbers).
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3}
 TINY = 1e-4  # MiB: several buckets even for a small model
@@ -66,7 +66,7 @@ def test_distributed_optimizer(comm: Any, kind: str, dtype: torch.dtype, cap: fl
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_data_parallel(comm: Any, kind: str) -> None:
     expected_losses, expected = train_alone(comm, OPTIMIZERS[kind], torch.float64, 20)
-    network = model(seed=0 if comm.rank == 0 else 99)  # rank 0's parameters are everyone's
+    network = model(seed=0 if comm.rank == 0 else 99)  # all ranks use rank 0's parameters
     wrapped = DataParallel(network, bucket_cap_mib=TINY, overlap=True)
     optimizer = OPTIMIZERS[kind](wrapped.parameters())
     losses = []
@@ -83,7 +83,7 @@ def test_data_parallel(comm: Any, kind: str) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_without_reduction_ranks_would_differ(comm: Any) -> None:
-    """The tests above can fail: the data of the ranks does differ enough."""
+    """The tests above can fail: the data of the ranks differs enough."""
     network = model()
     loss_of(network, mine(comm, batch(comm))).backward()
     alone = model()
@@ -116,8 +116,8 @@ def test_gradients_are_final_when_backward_returns(comm: Any, overlap: bool) -> 
         assert optimizer.exposed_seconds > 0
 
 
-def test_gradient_lies_in_symmetric_memory_and_is_not_moved_again(comm: Any) -> None:
-    """With zero_grad(set_to_none=False) gradients are accumulated where they are reduced."""
+def test_gradients_are_in_symmetric_memory_and_are_not_copied(comm: Any) -> None:
+    """With zero_grad(set_to_none=False) gradients accumulate in the memory in which they are reduced."""
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     alone = model()
@@ -140,7 +140,7 @@ def test_every_way_to_clear_gradients(comm: Any, clear: str) -> None:
     def run(network: nn.Module, optimizer: torch.optim.Optimizer, rows: Callable[[Any], Any]) -> None:
         for step in range(3):
             loss_of(network, rows(batch(comm, step))).backward()
-            if clear == "replace":  # somebody rescales, and puts new tensors in place
+            if clear == "replace":  # user code rescales, and assigns new tensors
                 for parameter in network.parameters():
                     assert parameter.grad is not None
                     parameter.grad = parameter.grad * 0.5
@@ -157,7 +157,7 @@ def test_every_way_to_clear_gradients(comm: Any, clear: str) -> None:
 
 
 def test_several_dtypes(comm: Any) -> None:
-    """float32, bfloat16 and float64 in one model: each is reduced in its own buckets."""
+    """One model has float32, bfloat16 and float64: each dtype is reduced in its own buckets."""
 
     def make() -> nn.ModuleList:
         return nn.ModuleList(
@@ -208,7 +208,7 @@ def test_complex_and_scalar_and_empty_parameters(comm: Any) -> None:
 
 
 def test_channels_last_parameters(comm: Any) -> None:
-    """Gradients of parameters with other strides are packed on their way into the bucket."""
+    """Gradients of parameters with other strides are packed into the bucket."""
 
     def make() -> nn.Module:
         with torch.random.fork_rng():
@@ -245,15 +245,15 @@ def test_create_graph_and_grad_mode(comm: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_a_graph_of_gradients_is_none_after_a_reduction(comm: Any) -> None:
-    """A penalty on .grad was left out without a word, where one process has it."""
+def test_a_graph_of_gradients_does_not_survive_a_reduction(comm: Any) -> None:
+    """Regression: a penalty on .grad silently had no effect, unlike in one process."""
     network = model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     with pytest.warns(UserWarning, match=r"create_graph=True.*have no graph.*torch.autograd.grad"):
         loss_of(network, mine(comm, batch(comm))).backward(create_graph=True)
     optimizer.step()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # neither an ordinary backward, nor one of gradients that were asked for
+        warnings.simplefilter("error")  # neither an ordinary backward nor one of requested gradients warns
         optimizer.zero_grad()
         loss = loss_of(network, mine(comm, batch(comm)))
         penalty = sum(
@@ -264,13 +264,13 @@ def test_a_graph_of_gradients_is_none_after_a_reduction(comm: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_a_graph_of_gradients_stays_where_nothing_is_reduced(comm: Any) -> None:
-    """The same warning came where it was not true: with gradients that have their graph, or never had one."""
+def test_a_graph_of_gradients_survives_without_a_reduction(comm: Any) -> None:
+    """Regression: a false warning appeared for gradients that kept their graph, or never had one."""
     network, alone, other = model(), model(), model()
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "backward.create_graph=True.: gradients that are reduced")
-        loss_of(other, mine(comm, batch(comm))).backward(create_graph=True)  # of parameters that it does not have
+        loss_of(other, mine(comm, batch(comm))).backward(create_graph=True)  # of parameters outside of this optimizer
         with optimizer.no_sync():
             for someone in (network, alone):
                 loss_of(someone, mine(comm, batch(comm))).backward(create_graph=True)
@@ -290,7 +290,7 @@ def test_a_graph_of_gradients_stays_where_nothing_is_reduced(comm: Any) -> None:
 
 
 def test_two_optimizers_and_a_loss_through_both(comm: Any) -> None:
-    """A generator and its critic: the order in which backward reaches two reducers does not matter."""
+    """For a generator and its critic, the order in which backward reaches two reducers does not matter."""
 
     def run(wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer], rows: Callable[[Any], Any]) -> list[Any]:
         generator, critic = model(1), nn.Linear(3, 1).double()
@@ -314,7 +314,7 @@ def test_two_optimizers_and_a_loss_through_both(comm: Any) -> None:
 
 
 def test_two_optimizers_that_backward_reaches_in_another_order_on_each_rank(comm: Any) -> None:
-    """What is launched while backward runs would differ among ranks: with two reducers nothing is."""
+    """With two reducers nothing is launched during backward, as the order would differ among ranks."""
 
     def make() -> list[nn.Module]:
         with torch.random.fork_rng():
@@ -341,7 +341,7 @@ def test_two_optimizers_that_backward_reaches_in_another_order_on_each_rank(comm
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(comm: Any, reentrant: bool) -> None:
-    """Re-entrant checkpointing runs a backward within a backward: the reduction ends with the outer one."""
+    """Re-entrant checkpointing nests backwards: the reduction ends with the outer one."""
     from torch.utils.checkpoint import checkpoint
 
     def run(network: nn.Sequential, optimizer: torch.optim.Optimizer, rows: Callable[[Any], Any]) -> None:
@@ -364,8 +364,8 @@ def test_activation_checkpointing(comm: Any, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["transposed", "conjugate", "negated", "subclass", "offset"])
-def test_gradients_of_any_form_reach_their_bucket(comm: Any, form: str) -> None:
-    """Autograd, hooks and users may leave gradients whose bytes in memory are not their elements in order."""
+def test_gradients_of_any_layout_reach_their_bucket(comm: Any, form: str) -> None:
+    """Autograd, hooks and users may produce gradients whose bytes in memory are not their elements in order."""
     dtype = torch.complex64 if form == "conjugate" else torch.float32
     parameter = nn.Parameter(torch.zeros(3, 3, dtype=dtype))
     optimizer: Any = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("w", parameter)])
@@ -389,7 +389,7 @@ def test_gradients_of_any_form_reach_their_bucket(comm: Any, form: str) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_predivide_keeps_large_gradients_within_float16(comm: Any) -> None:
-    """98304 = 3 x 2^15 is beyond float16, whose largest number is 65504; half of it is in it, exactly."""
+    """98304 = 3 x 2^15 exceeds float16, whose largest number is 65504; half of it is exact."""
     large = 98304.0
     results = {}
     for factor in (1.0, 2.0):

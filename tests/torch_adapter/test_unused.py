@@ -1,4 +1,4 @@
-"""Parameters without a gradient: on some ranks, on all, in some steps; shared, frozen and unfrozen ones."""
+"""Unused parameters: without a gradient on some ranks, on all, or in some steps; shared, frozen and unfrozen ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ TINY = 1e-4
 
 
 class Branches(nn.Module):
-    """A trunk and three heads, of which each input uses some."""
+    """A trunk and three heads, some of which each input uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def inputs_of(rank: int, step: int) -> Tensor:
 
 
 def alone(size: int, steps: int, uses: Callable[[int, int], list[int]], make: Any) -> tuple[nn.Module, list[Any]]:
-    """One process that computes the mean of the losses of all ranks."""
+    """Compute the mean of all ranks' losses in one process."""
     network = Branches()
     optimizer = make(network.parameters())
     history = []
@@ -63,7 +63,7 @@ USES: dict[str, Callable[[int, int], list[int]]] = {
 @pytest.mark.parametrize("wrapper", ["optimizer", "module"])
 @pytest.mark.parametrize("case", USES)
 def test_unused_parameters(comm: Any, case: str, wrapper: str, overlap: bool) -> None:
-    """None stays None exactly where one process would have None: momentum and weight decay tell them apart."""
+    """Gradients are None exactly as in one process: momentum and weight decay reveal a difference."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -173,7 +173,7 @@ def test_frozen_parameters_are_left_alone(comm: Any) -> None:
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.1))
     plain = torch.optim.SGD(reference.parameters(), lr=0.1, weight_decay=0.1)
     for step in range(3):
-        if step == 1:  # frozen later: its gradient stays None, and nobody waits for it
+        if step == 1:  # frozen later: its gradient stays None, and no rank waits for it
             for someone in (network, reference):
                 someone.heads[1].requires_grad_(False)
         optimizer.zero_grad()

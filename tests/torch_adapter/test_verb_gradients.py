@@ -1,4 +1,4 @@
-"""The ordered verbs differentiate: first and second gradients are those of one process with the data of all ranks."""
+"""Gradients of the ordered verbs: first and second ones match one process with the data of all ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def differentiate(case: Case, comm: Any, x: Array, weights: Array) -> tuple[Any,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_one_process(comm: Any, name: str) -> None:
+def test_gradients_match_one_process(comm: Any, name: str) -> None:
     case = CASES[name]
     verb_gradients.check(case, comm, lambda x, weights: differentiate(case, comm, x, weights))
 
 
 def model(x: Tensor, comm: Any) -> Tensor:
-    """A function of several verbs, each of whose results feeds another one."""
+    """A function of several verbs, in which the result of each feeds another."""
     y = ct.all_gather(x.sin(), ranks=comm)
     z = ct.reduce_scatter(y.square() * (comm.rank + 1), ranks=comm)
     mean = ct.all_reduce(z.mean(), "mean", ranks=comm)
@@ -58,7 +58,7 @@ def test_finite_differences_across_ranks(comm: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64], ids=str)
 def test_other_dtypes_and_forms(comm: Any, dtype: torch.dtype) -> None:
-    """Exact: small whole numbers. The tensors and their gradients are not contiguous."""
+    """Small whole numbers are exact. The tensors and their gradients are not contiguous."""
     base = (torch.arange(6).reshape(3, 2) + comm.rank).to(dtype).requires_grad_()
     result = ct.all_gather(base.t(), ranks=comm)
     factor = torch.full((2 * comm.size, 1), comm.rank + 1).to(dtype)
@@ -155,7 +155,7 @@ def test_without_a_gradient_nothing_is_recorded(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_a_gradient_on_some_ranks_only(comm: Any) -> None:
-    """A backward would wait for ranks that run none, or take another call of theirs for its own."""
+    """A backward would wait for ranks that run none, or match it with another of their calls."""
     group = comm.split(0)
     x = torch.ones(3, requires_grad=comm.rank == 0)
     with pytest.raises(MismatchError, match="all_reduce of 3 x float32, op=sum, algorithm=auto, with gradient"):
@@ -164,7 +164,7 @@ def test_a_gradient_on_some_ranks_only(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_a_backward_on_some_ranks_only(comm: Any) -> None:
-    """A rank that does not use a result does not run its backward, but the next call, which looks the same."""
+    """A rank that does not use a result skips its backward and makes the next call, which looks the same."""
     group = comm.split(0)
     x = torch.ones(3, requires_grad=True)
     y = ct.all_reduce(x, ranks=group)
@@ -176,7 +176,7 @@ def test_a_backward_on_some_ranks_only(comm: Any) -> None:
 
 
 def test_backward_runs_the_verbs_in_reverse_order_whatever_else_is_in_the_graph(comm: Any) -> None:
-    """Two verbs of the same signature: taken for each other, they would give wrong gradients without a word."""
+    """Two verbs have equal signatures: if they were confused, gradients would be silently wrong."""
     group = comm.split(0)
     for turn in range(4):
         x = torch.full((2,), 1.0, requires_grad=True)
@@ -194,7 +194,7 @@ def test_backward_runs_the_verbs_in_reverse_order_whatever_else_is_in_the_graph(
         assert torch.equal(x.grad, torch.full((2,), plain + 10.0 * comm.size))
 
 
-def test_verbs_within_recomputed_parts(comm: Any) -> None:
+def test_verbs_within_recomputed_functions(comm: Any) -> None:
     from torch.utils.checkpoint import checkpoint
 
     x = torch.full((3,), comm.rank + 1.0, requires_grad=True)
@@ -208,7 +208,7 @@ def test_verbs_within_recomputed_parts(comm: Any) -> None:
 
 
 def test_within_a_compiled_function(comm: Any) -> None:
-    """The graph breaks at a verb; what is before and after it is compiled."""
+    """The graph breaks at a verb; the code before and after it is compiled."""
     x = torch.full((3,), comm.rank + 1.0, requires_grad=True)
 
     def loss(x: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def test_function_transforms_are_refused(comm: Any) -> None:
         torch.func.grad(lambda x: ct.all_reduce(x, ranks=comm).sum())(torch.ones(2))
 
 
-def test_inputs_are_not_kept_alive(comm: Any) -> None:
+def test_inputs_are_freed(comm: Any) -> None:
     import weakref
 
     x = torch.ones(1000, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Tensors for tests of the verbs: small whole numbers, other ones on every rank, exact in every dtype."""
+"""Tensors for tests of the verbs: small whole numbers that differ between ranks and are exact in every dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def of(rank: int, dtype: torch.dtype = torch.float32, rows: int = 6, columns: int = 3) -> Tensor:
-    """What a rank has."""
+    """Return the tensor of a rank."""
     numbers = torch.arange(rows * columns).reshape(rows, columns) % 5 + rank
     if dtype.is_complex:
         return (numbers + 1j * (numbers % 3)).to(dtype)
@@ -32,12 +32,12 @@ def of(rank: int, dtype: torch.dtype = torch.float32, rows: int = 6, columns: in
 
 
 def everyone(comm: Any, dtype: torch.dtype = torch.float32, form: str = "plain") -> list[Tensor]:
-    """What all ranks have."""
+    """Return the tensors of all ranks."""
     return [FORMS[form](of(rank, dtype)) for rank in range(comm.size)]
 
 
 def check(got: Any, expected: Tensor) -> None:
-    """The same values, shape and dtype, to the last bit."""
+    """Check values, shape and dtype to the last bit."""
     assert isinstance(got, Tensor)
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
@@ -45,6 +45,6 @@ def check(got: Any, expected: Tensor) -> None:
 
 
 def share(rows: int, size: int, rank: int) -> slice:
-    """Which rows of a reduce-scatter a rank gets."""
+    """Return the rows of a reduce-scatter that a rank receives."""
     start = rank * (rows // size) + min(rank, rows % size)
     return slice(start, start + rows // size + (rank < rows % size))
