@@ -1,4 +1,4 @@
-"""Pipelines whose values go from device to device, on the late one, and where only some ranks have stages there."""
+"""Pipelines whose values travel between late devices, also where only some ranks have device stages."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_long_messages(group: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_on_the_host_among_others(group: Any) -> None:
-    """What goes to it, and comes from it, goes by the host; all else goes between the devices."""
+def test_one_rank_on_the_host_among_others(group: Any) -> None:
+    """Its values travel through the host, in both directions; all others go from device to device."""
     tensors = ArrayTensors() if group.rank == 0 else ArraysThere(LATE, LATE)
     schedule = make("1f1b", group.size, 4)
     pipe, _ = train(group, schedule, chain(group.size), tensors)
@@ -87,7 +87,7 @@ def test_a_rank_on_the_host_among_others(group: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_encoded(group: Any) -> None:
-    """bfloat16 holds these values exactly, if they are small."""
+    """bfloat16 represents these values exactly, if they are small."""
 
     def inputs(microbatch: int) -> Any:
         return np.full(6, 1.0 + microbatch, np.float32)
@@ -101,7 +101,7 @@ def test_encoded(group: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_stage_that_fails_is_told(group: Any) -> None:
+def test_a_failed_stage_is_reported(group: Any) -> None:
     def before(action: Any) -> None:
         if action.microbatch == 2 and part.rank == last:
             raise ZeroDivisionError("no rows")
@@ -119,7 +119,7 @@ def test_a_stage_that_fails_is_told(group: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_what_the_channels_are(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_channels_are_used(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     channel = Communicator.channel
 
