@@ -1,4 +1,4 @@
-"""Channels between the ranks' GPUs, and by way of the host."""
+"""Channels between the ranks' GPUs, and through the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks(min=2)
 
 
 @pytest.mark.parametrize("check", device_channels.ALL, ids=lambda check: check.__name__)
-def test_of_every_channel(comm, gpu, check):
+def test_channel_bodies(comm, gpu, check):
     try:
         if comm.rank < 2:
             check(comm, 1 - comm.rank, gpu, gpu.device)
@@ -24,7 +24,7 @@ def test_of_every_channel(comm, gpu, check):
         comm.barrier()
 
 
-def test_a_side_that_raises(comm, gpu, monkeypatch):
+def test_one_side_raises(comm, gpu, monkeypatch):
     try:
         if comm.rank < 2:
             device_channels.a_side_that_raises(comm, 1 - comm.rank, gpu, gpu.device, monkeypatch)
@@ -52,7 +52,7 @@ def test_memory_is_given_back(comm, gpu):
 @pytest.mark.parametrize(
     "check", [device_channels.a_stream_that_waits_in_vain, device_channels.a_failed_channel_lets_streams_go]
 )
-def test_streams_that_wait_in_vain(comm, gpu, monkeypatch, check):
+def test_streams_wait_in_vain(comm, gpu, monkeypatch, check):
     try:
         if comm.rank < 2 and comm.config.device_peers:
             check(comm, 1 - comm.rank, gpu, gpu.device, monkeypatch)

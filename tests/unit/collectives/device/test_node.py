@@ -372,7 +372,7 @@ def test_one_rank_whose_device_cannot(monkeypatch, caplog):
 def test_streams_that_never_meet(monkeypatch, caplog):
     """They are tried when the board is made."""
     monkeypatch.setattr("commlib.node.device_board.FIRST_MEETING", 0.3)
-    monkeypatch.setattr("tests.late.signals.tell", lambda words, number: None)
+    monkeypatch.setattr("tests.late.signals.write", lambda words, number: None)
     run(2, lambda comm: checks.all_reduce(OnDevice(comm), "float32", (100,), "sum"), config=CONFIG)
     assert "its stream did not reach the others" in caplog.text
 
