@@ -32,7 +32,7 @@ def test_body(comm: Any, gpu: Any, body: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_ranks_that_disagree(comm: Any, gpu: Any) -> None:
-    experts_there.other_meanings(comm, gpu.put)
+    experts_there.ranks_that_disagree(comm, gpu.put)
 
 
 @EACH_WAY

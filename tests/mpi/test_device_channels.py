@@ -64,13 +64,13 @@ def test_channel_bodies(group, check):
 def test_one_side_raises(group, monkeypatch):
     try:
         if group.rank < 2:
-            device_channels.a_side_that_raises(group, 1 - group.rank, LATE, LATE, monkeypatch)
+            device_channels.one_side_raises(group, 1 - group.rank, LATE, LATE, monkeypatch)
     finally:
         group.barrier()
 
 
 @pytest.mark.parametrize(
-    "check", [device_channels.a_stream_that_waits_in_vain, device_channels.a_failed_channel_lets_streams_go]
+    "check", [device_channels.a_stream_waits_in_vain, device_channels.a_failed_channel_releases_streams]
 )
 def test_streams_wait_in_vain(group, monkeypatch, check):
     try:

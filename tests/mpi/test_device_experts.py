@@ -53,7 +53,7 @@ def test_body(group: Any, body: Any) -> None:
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.ranks(min=2)
 def test_ranks_that_disagree(group: Any) -> None:
-    experts_there.other_meanings(group, LATE.put)
+    experts_there.ranks_that_disagree(group, LATE.put)
 
 
 @pytest.mark.ranks(min=2)
