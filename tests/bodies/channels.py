@@ -26,7 +26,7 @@ def same(view, expected):
     return view.shape == expected.shape and view.dtype == expected.dtype and bool((view == expected).all())
 
 
-def meet(comm, peer):
+def synchronise(comm, peer):
     comm.send_recv(np.zeros(1), peer, np.zeros(1), peer, 99)
 
 
@@ -204,7 +204,7 @@ def sends_that_wait_for_room(comm, peer):
         if comm.rank < peer and share_memory(comm, peer):
             with pytest.raises(StallError, match=r"not done after 0.05 s"):
                 works[-1].wait(0.05)
-        meet(comm, peer)
+        synchronise(comm, peer)
         for step in range(4):
             assert (channel.recv() == step + peer).all()
             channel.release()
@@ -318,21 +318,23 @@ def closed_before_all_is_received(comm, peer):
     with comm.channel(peer, "not taken", (3,)) as channel:
         if comm.rank < peer:
             channel.send(np.zeros(3000, np.float32))  # too long for the other side's memory: in memory of this side's
-            meet(comm, peer)
-            meet(comm, peer)
+            synchronise(comm, peer)
+            synchronise(comm, peer)
             assert comm.runtime.drain(5) == ""
         else:
-            meet(comm, peer)
+            synchronise(comm, peer)
             channel.connect("a test")
             channel.close()
-            meet(comm, peer)
+            synchronise(comm, peer)
 
 
 def interrupted_while_queued(comm, peer):
     """Whether it will be sent is unknown: the channel fails, and nobody waits for it."""
     with comm.channel(peer, "queued", (3,)) as channel:
         channel.connect("a test")
-        meet(comm, peer)  # both are connected: otherwise connect may already report that the other side has given up
+        synchronise(
+            comm, peer
+        )  # both are connected: otherwise connect may already report that the other side has given up
         if comm.rank < peer:
             watch = comm.runtime.poller.watch
 
@@ -352,7 +354,7 @@ def interrupted_while_queued(comm, peer):
         else:
             with pytest.raises(PeerError, match="has given up this channel"):
                 channel.recv()
-        meet(comm, peer)
+        synchronise(comm, peer)
 
 
 def waits_that_end(comm, peer):
@@ -360,12 +362,12 @@ def waits_that_end(comm, peer):
         assert not channel.ready()
         with pytest.raises(StallError, match=r"recv on channel 'waits' with rank \d: not done after 0.1 s"):
             channel.recv(timeout=0.1)
-        meet(comm, peer)
+        synchronise(comm, peer)
         channel.send(np.full(3, 4))
         if share_memory(comm, peer):  # between nodes MPI may buffer short messages
             with pytest.raises(StallError):
                 channel.send(np.full(3, 5), timeout=0.1)
-        meet(comm, peer)
+        synchronise(comm, peer)
         while not channel.ready():
             time.sleep(1e-3)
         assert channel.recv(timeout=0)[0] == 4

@@ -20,7 +20,7 @@ import pytest
 from commlib.dtypes import DTYPES
 from commlib.errors import CommlibError, MismatchError, PeerError, StallError, UsageError
 from commlib.p2p.device import edge as device_edge
-from tests.bodies.channels import meet, values
+from tests.bodies.channels import synchronise, values
 
 
 def same(place: Any, array: Any, expected: Any) -> None:
@@ -124,7 +124,7 @@ def released_before_it_is_read(comm, peer, place, device):
             channel.release()
         for step, view in enumerate(views):
             same(place, view, np.full(4000, step, np.float32))
-        meet(comm, peer)
+        synchronise(comm, peer)
 
 
 def streams_of_their_own(comm, peer, place, device):
@@ -207,7 +207,7 @@ def tags_and_notes(comm, peer, place, device):
         channel.release()
         with pytest.raises(UsageError, match=r"tag is -1, expected 0 to"):
             channel.send(place.put(np.zeros(3, np.int32)), tag=-1)
-        meet(comm, peer)
+        synchronise(comm, peer)
 
 
 def sends_that_wait_for_room(comm, peer, place, device):
@@ -228,7 +228,7 @@ def waits_that_end(comm, peer, place, device):
         assert not channel.ready()
         with pytest.raises(StallError, match=r"recv on channel 'waits' with rank \d: not done after 0.1 s"):
             channel.recv(timeout=0.1)
-        meet(comm, peer)
+        synchronise(comm, peer)
         channel.send(place.put(np.full(3, 4)))
         while not channel.ready():
             time.sleep(1e-3)
@@ -237,10 +237,10 @@ def waits_that_end(comm, peer, place, device):
                 channel.send(place.put(np.full(3, 5)), timeout=0.1)
             with pytest.raises(StallError):
                 channel.buffer(3, timeout=0.1)
-        meet(comm, peer)
+        synchronise(comm, peer)
         same(place, channel.recv(timeout=0), np.full(3, 4))
         channel.release()
-        meet(comm, peer)
+        synchronise(comm, peer)
         channel.send(place.put(np.full(3, 6)))
         same(place, channel.recv(), np.full(3, 6))
         channel.release()
@@ -254,12 +254,12 @@ def sides_that_disagree(comm, peer, place, device):
     assert f"rank {peer}: float32" in str(caught.value)
     with pytest.raises(MismatchError):
         channel.send(place.put(np.zeros(3, np.float32)) if comm.rank < peer else np.zeros(3, np.float32))
-    meet(comm, peer)
+    synchronise(comm, peer)
     channel.close()
     channel = comm.channel(peer, "odder", (3,), "float32", 2 + (comm.rank > peer), device=device)
     with pytest.raises(MismatchError, match="depth 3"):
         channel.send(place.put(np.zeros(3, np.float32)))
-    meet(comm, peer)
+    synchronise(comm, peer)
     channel.close()
 
 
@@ -278,7 +278,7 @@ def wrong_arguments(comm, peer, place, device):
         channel.send(place.put(np.ones(3, np.float32)))
         same(place, channel.recv(), np.ones(3, np.float32))
         channel.release()
-        meet(comm, peer)
+        synchronise(comm, peer)
 
 
 def closed_by_the_other_side(comm, peer, place, device):
@@ -336,7 +336,7 @@ def one_side_raises(comm, peer, place, device, monkeypatch):
         channel.release()
         with pytest.raises(PeerError, match=rf"rank {peer} has given up this channel .*ValueError"):
             channel.recv()
-    meet(comm, peer)
+    synchronise(comm, peer)
     channel.close()
 
 
@@ -386,7 +386,7 @@ def a_stream_waits_in_vain(comm, peer, place, device, monkeypatch):
     channel.send(place.put(np.ones(3, np.float32)))
     same(place, channel.recv(), np.ones(3, np.float32))
     channel.release()
-    meet(comm, peer)
+    synchronise(comm, peer)
     out = channel.ends.device.outgoing
     if comm.rank > peer:
         with monkeypatch.context() as patch:
@@ -404,7 +404,7 @@ def a_stream_waits_in_vain(comm, peer, place, device, monkeypatch):
             channel.recv()
         assert caught.value.missing == {peer: "the process of the other rank is gone"}
         comm.send(np.zeros(1), peer, 98)
-    meet(comm, peer)
+    synchronise(comm, peer)
     channel.close()
 
 
@@ -416,7 +416,7 @@ def a_failed_channel_releases_streams(comm, peer, place, device, monkeypatch):
     channel.send(place.put(np.ones(3, np.float32)))
     same(place, channel.recv(), np.ones(3, np.float32))
     channel.release()
-    meet(comm, peer)
+    synchronise(comm, peer)
     if comm.rank > peer:
         with monkeypatch.context() as patch:
             patch.setattr(channel.ends.device.outgoing, "put", lambda x: "")
@@ -428,7 +428,7 @@ def a_failed_channel_releases_streams(comm, peer, place, device, monkeypatch):
         place.fetch(channel.recv())  # whatever it is
         with pytest.raises(PeerError, match=rf"lost rank {peer}: the channel has failed, and its streams did not end"):
             channel.recv()
-    meet(comm, peer)
+    synchronise(comm, peer)
     channel.close()
 
 
@@ -444,21 +444,21 @@ def memory_is_freed(comm, peer, place, device, free):
                     same(place, view, np.full(count, peer, np.float32))
                     channel.release(view)
                     del view
-                meet(comm, peer)
+                synchronise(comm, peer)
 
     make_and_drop(2)
-    meet(comm, peer)
+    synchronise(comm, peer)
     before = free()
-    meet(comm, peer)
+    synchronise(comm, peer)
     make_and_drop(10)
-    meet(comm, peer)
+    synchronise(comm, peer)
     deadline = time.monotonic() + 10
     while (available := free()) < before - (
         8 << 20
     ) and time.monotonic() < deadline:  # one of them has 7 MB on each side
         with comm.channel(peer, "look", (3,), "float32", device=device):  # which looks at lingering memory
             time.sleep(0.05)
-    meet(comm, peer)
+    synchronise(comm, peer)
     assert available >= before - (8 << 20)
 
 

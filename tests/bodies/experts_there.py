@@ -96,7 +96,7 @@ class Layer:
 
 
 def oracle() -> Communicator:
-    """Return a communicator of all ranks, which share the host's memory there."""
+    """Return a communicator of all ranks, which share host memory in it."""
     group = commlib.world().split(0, name="oracle")
     assert group is not None
     return group

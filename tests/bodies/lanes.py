@@ -197,7 +197,7 @@ def memory_may_be_freed_at_once(comm: Any) -> None:
 
 
 def unreceived_messages_block_nothing(comm: Any) -> None:
-    """Messages lie aside, here and there among thousands, and are received last: rings did not fill up with them."""
+    """Some messages among thousands wait, and are received last: rings did not fill up with them."""
     if comm.rank == 0:
         for step in range(4000):
             comm.send(numbers(20, step), 1, 99 if step % 50 == 0 else 0)

@@ -42,7 +42,7 @@ class GpuCopies:
         for value, copy in self._copies.values():
             fetched = self._gpu.fetch(copy)
             nbytes = self._front * value.itemsize
-            assert (fetched[:nbytes] == 99).all(), "what lies before an array was written"
+            assert (fetched[:nbytes] == 99).all(), "memory before an array was written"
             yield value, fetched[nbytes:].copy().view(value.dtype)
 
 

@@ -114,8 +114,8 @@ def hook(*args):
     try:
         before(*args)
     finally:
-        said, sys.stderr = sys.stderr.getvalue(), stderr
-    sys.stderr.write(said)
+        text, sys.stderr = sys.stderr.getvalue(), stderr
+    sys.stderr.write(text)
 sys.excepthook = hook
 if comm.rank == 1:
     event()
@@ -450,7 +450,7 @@ def test_a_job_whose_last_broadcast_had_two_roots_fails(mpirun, end_of_it):
         2,
         f"""
 comm.broadcast(np.ones(8), root=comm.rank)
-time.sleep(comm.rank)  # the last one to leave hears of it in any case
+time.sleep(comm.rank)  # the last one to exit notices it in any case
 event()
 {end_of_it}
 """,

@@ -26,7 +26,7 @@ def until_told(*words):
     while not any(all(word in told for word in words) for told in map(Path.read_text, Path().glob("hangs/*/*/d*.txt"))):
         time.sleep(0.05)
 
-def tell(call, *arguments):
+def print_error(call, *arguments):
     try:
         call(*arguments)
     except commlib.CommlibError as error:
@@ -140,9 +140,9 @@ def both(one, other):
     one.all_reduce(x)
     other.all_reduce(x)
 
-tell(both, *((first, second) if comm.rank == 0 else (second, first)))
+print_error(both, *((first, second) if comm.rank == 0 else (second, first)))
 comm.barrier()
-tell(comm.all_reduce, x if comm.rank == 0 else np.ones(5, "float32"))
+print_error(comm.all_reduce, x if comm.rank == 0 else np.ones(5, "float32"))
 """,
         env=environment(COMMLIB_CHECK="never", COMMLIB_NODE_PATH="0", COMMLIB_TIMEOUT="3.2"),
     )

@@ -36,7 +36,7 @@ def share(seconds):
 hvd.start_barrier().wait()
 idle = share(1.0)
 hvd.start_barrier().wait()
-work = reduce("late") if hvd.rank() == 0 else None  # rank 1 asks for nothing for a while
+work = reduce("late") if hvd.rank() == 0 else None  # rank 1 requests nothing for a while
 waiting = share(1.5)
 work = work or reduce("late")
 work.wait()
@@ -251,7 +251,7 @@ assert new.process_set_id is None
 hvd.init(process_sets=[new])
 assert new.process_set_id == 5
 
-# What stands for a set goes with it.
+# Another object for the same set is removed with it.
 other = hvd.ProcessSet([0, 1])
 hvd.init(process_sets=[other])
 assert other.process_set_id == 3 and (not other.included() or other.communicator("test") is low.communicator("test"))

@@ -125,7 +125,7 @@ for trial in range(12):
     steps = interrupts = 0
     for step in range(60):
         x, y = np.full(3, float(step + rank)), np.full(500, 1.0)
-        try:  # an alarm after both are done is told to the next that is submitted
+        try:  # an alarm after both are done is raised by the next submission
             work, other = [
                 coordinator.submit(OpRequest("allreduce", name, (("float64", a.shape),), (("op", "sum"),)), [a], [a])
                 for name, a in (("x", x), (f"y{step % 3}", y))

@@ -17,7 +17,7 @@ from commlib import horovod as hvd
 def start(name=None, rows=3, **options):
     return hvd.start_allreduce([np.ones(rows)], [np.ones(rows)], name, op=hvd.Sum, **options)
 
-def tell(wait):
+def report(wait):
     try:
         wait()
     except commlib.CommlibError as error:
@@ -45,8 +45,8 @@ def test_an_exited_rank(mpirun, ranks, node_path):
         + """
 start("before").wait()
 if hvd.rank() != late:
-    tell(start("a").wait)
-    tell(lambda: start("next"))
+    report(start("a").wait)
+    report(lambda: start("next"))
     time.sleep(1)
 """,
         env={"COMMLIB_NODE_PATH": node_path},
@@ -77,7 +77,7 @@ def test_a_late_rank(mpirun, ranks):
         + """
 if hvd.rank() == late:
     time.sleep(4)
-tell(start("a").wait)
+report(start("a").wait)
 time.sleep(3)
 """,
         env={"COMMLIB_STALL_WARNING": "0.7", "COMMLIB_TIMEOUT": "2"},
@@ -105,7 +105,7 @@ def test_ranks_of_a_process_set_have_their_world_numbers(mpirun):
         + """
 ends = hvd.add_process_set([1, 2])
 if hvd.rank() == 1:
-    tell(start("a", process_set=ends).wait)
+    report(start("a", process_set=ends).wait)
 elif hvd.rank() == 2:
     time.sleep(3)
 """,
@@ -131,7 +131,7 @@ works.append(hvd.start_allreduce(pair, pair, "group", op=hvd.Sum))
 works.append(hvd.start_join())
 errors = [work.exception() for work in works]
 for error in errors:
-    tell(lambda: (_ for _ in ()).throw(error))
+    report(lambda: (_ for _ in ()).throw(error))
 assert len(set(map(id, errors))) == len(errors)
 """,
         env={"COMMLIB_TIMEOUT": "1.5"},

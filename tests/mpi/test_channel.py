@@ -97,7 +97,7 @@ def test_an_interrupted_wait_leaves_the_channel_intact(group):
         else:
             assert channel.recv().tolist() == [1, 1, 1]
             channel.send(np.full(3, 2))
-        channels.meet(group, 1 - group.rank)
+        channels.synchronise(group, 1 - group.rank)
         channel.close()
     group.barrier()
 
@@ -138,7 +138,7 @@ def test_alarms_at_any_time(group):
                 failures += 1
             except PeerError as error:
                 assert group.rank == 1 and "has given up this channel" in str(error)
-            channels.meet(group, peer)
+            channels.synchronise(group, peer)
             channel.close()
         assert interrupted > 25 or group.rank == 1
     group.barrier()

@@ -90,7 +90,7 @@ def test_device_channels_are_used_where_possible(group):
             if channel.is_direct:
                 assert channel.ends.outgoing.form.nbytes(channel.ends.outgoing.shape) < 200
             device_channels.same(LATE, channel.recv(), np.full(50_000, 1 - group.rank, np.float32))
-            channels.meet(group, 1 - group.rank)
+            channels.synchronise(group, 1 - group.rank)
     group.barrier()
 
 
@@ -135,7 +135,7 @@ def test_alarms_at_any_time(group):
                 channel.close()
             for number, view in enumerate(received):
                 np.testing.assert_array_equal(view.numpy(), number)
-            channels.meet(group, peer)
+            channels.synchronise(group, peer)
             channel.close()
         assert interrupted >= 8 or group.rank == 1
     group.barrier()

@@ -30,7 +30,7 @@ if hvd.rank() == 3:
     all_reduce = comm.all_reduce
 
     def fail_in_the_operation(x, op="sum", **options):
-        return all_reduce(x, op, **options) if op == "and" else 1 / 0  # "and": what ranks tell each other before
+        return all_reduce(x, op, **options) if op == "and" else 1 / 0  # "and": the earlier exchange between ranks
 
     comm.all_reduce = fail_in_the_operation
 try:

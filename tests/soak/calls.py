@@ -354,14 +354,14 @@ def _thing(step: Step, rank: int) -> Any:
 
 def broadcast_object(step: Step, seat: Seat) -> list[Call]:
     def check(result: Any) -> None:
-        assert result == _thing(step, step.kind.root), "another object came"
+        assert result == _thing(step, step.kind.root), "another object was received"
 
     return call(step, seat, (_thing(step, seat.comm.rank),), {}, check)
 
 
 def all_gather_object(step: Step, seat: Seat) -> list[Call]:
     def check(result: Any) -> None:
-        assert result == [_thing(step, rank) for rank in range(seat.comm.size)], "other objects came"
+        assert result == [_thing(step, rank) for rank in range(seat.comm.size)], "other objects were received"
 
     return call(step, seat, (_thing(step, seat.comm.rank),), {}, check)
 

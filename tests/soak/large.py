@@ -52,7 +52,7 @@ of = _pattern
 
 
 def total(size: int, offset: int = 0) -> Any:
-    """Return the sum of all ranks' data there."""
+    """Return the sum of all ranks' data from an offset on."""
     return sum(_pattern(rank, offset) for rank in range(size))
 
 
