@@ -1,4 +1,4 @@
-"""Ahead: what asks for most of the kernels, to see that `commlib warm` has compiled them."""
+"""Ahead: calls that need most of the kernels, to check that `commlib warm` has compiled them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def verbs() -> None:
         for _, _, call in calls(comm):
             call()
         for count in (3, 100_000):
-            x, other = np.ones(count), 1 - comm.rank
-            comm.send_recv(x, other, x.copy(), other)
+            x, peer = np.ones(count), 1 - comm.rank
+            comm.send_recv(x, peer, x.copy(), peer)
 
     on_two_ranks(rank)
 

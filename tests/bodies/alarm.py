@@ -1,4 +1,4 @@
-"""An alarm that raises in this thread, in the middle of whatever it does: as a user's signal handler may."""
+"""An alarm that raises in this thread at any point, as a user's signal handler may."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Alarm(Exception):
 def alarm(seconds: float, again: float = 0.05) -> Iterator[None]:
     """Raise Alarm in this thread after so many seconds.
 
-    again: and every so many seconds after that, should Python have ignored it in a destructor; 0 for once only.
+    again: and every so many seconds after that, in case Python ignored it in a destructor; 0 for once only.
     """
 
     def ring(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Raise an exception at each place in turn where a signal handler might: as a function begins, or after one of C's."""
+"""Raise an exception at each place in turn where a signal handler might: at a function's start, or after a C call."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Raised(Exception):
 
 
 def raise_at(number: int, file: str, call: Callable[[], Any]) -> bool:
-    """Run `call`, and raise Raised at the place of that number, of those that this thread comes to in `file`.
+    """Run `call`, and raise Raised at the place of that number, among the places in `file` that this thread reaches.
 
-    Returns whether it came to so many, and it was raised.
+    Returns whether that place was reached, and the exception raised.
     """
-    left = number
+    remaining = number
 
     def profile(frame: Any, event: str, argument: object) -> None:
-        nonlocal left
+        nonlocal remaining
         if event in ("call", "c_return") and frame.f_code.co_filename.endswith(file):
-            left -= 1
-            if left == 0:
+            remaining -= 1
+            if remaining == 0:
                 sys.setprofile(None)
                 raise Raised
 

@@ -26,7 +26,7 @@ def same(view, expected):
     return view.shape == expected.shape and view.dtype == expected.dtype and bool((view == expected).all())
 
 
-def meet(comm, peer):
+def synchronise(comm, peer):
     comm.send_recv(np.zeros(1), peer, np.zeros(1), peer, 99)
 
 
@@ -74,7 +74,7 @@ def both_directions_at_once(comm, peer):
         channel.close()
 
 
-def edges_opened_in_other_orders(comm, peer):
+def edges_opened_in_different_orders(comm, peer):
     names = [0, 1, -5, "forward", "backward", "0"]
     order = names if comm.rank < peer else names[::-1]
     channels = {name: comm.channel(peer, name, (2,), "int32") for name in order}
@@ -82,7 +82,7 @@ def edges_opened_in_other_orders(comm, peer):
         channels[name].send(np.full(2, names.index(name), np.int32))
     for name in order:
         assert channels[name].recv().tolist() == [names.index(name)] * 2
-    # One that only one side has opened yet keeps nobody waiting.
+    # One that is open on one side only keeps nobody waiting.
     late = [comm.channel(peer, "late", (2,), "int32")] if comm.rank < peer else []
     for name in order:
         channels[name].release()
@@ -124,7 +124,7 @@ def views_stay_while_others_grow(comm, peer):
             channel.release()
 
 
-def sources_may_go_at_once(comm, peer):
+def sources_may_be_freed_at_once(comm, peer):
     with comm.channel(peer, "sources", (50_000,), "float32") as channel:
         for step in range(8):
             channel.send(poisoned(np.full(50_000, step + comm.rank, np.float32)))
@@ -133,7 +133,7 @@ def sources_may_go_at_once(comm, peer):
             channel.release()
 
 
-def what_is_not_handed_back(comm, peer):
+def unreleased_messages(comm, peer):
     with comm.channel(peer, "held", (2,), "int64", 2) as channel:
         for step in range(2):
             channel.send(np.full(2, step))
@@ -148,7 +148,7 @@ def what_is_not_handed_back(comm, peer):
         if comm.rank < peer:
             third = channel.recv()
             assert third.tolist() == [2, 2] and second.tolist() == [1, 1]
-            first.sum(), first.fill(9)  # the memory stays; what it holds is later messages
+            first.sum(), first.fill(9)  # the memory remains valid, with the data of later messages
             channel.release(third)
         else:
             assert channel.recv().tolist() == [2, 2]
@@ -176,14 +176,14 @@ def written_in_place(comm, peer):
             channel.send(large)
             assert same(channel.recv(), np.full((100, 70), 4, np.float32))
             channel.release()
-        channel.buffer(7000)[...] = 1  # lent, and something else is sent
+        channel.buffer(7000)[...] = 1  # borrowed, and something else is sent
         channel.send(np.full(7000, 2, np.float32))
         assert (channel.recv() == 2).all()
         channel.release()
 
 
-def seen_before_it_is_taken(comm, peer):
-    """What was looked at, taken and handed back was once taken for what came next, a longer one."""
+def ready_before_it_is_received(comm, peer):
+    """A message that was polled, received and released was once taken for the next one, a longer one."""
     with comm.channel(peer, "seen", (3,), "int32") as channel:
         for step in range(9):
             length = 3 if step % 3 else 2000 * (step + 1)
@@ -204,7 +204,7 @@ def sends_that_wait_for_room(comm, peer):
         if comm.rank < peer and share_memory(comm, peer):
             with pytest.raises(StallError, match=r"not done after 0.05 s"):
                 works[-1].wait(0.05)
-        meet(comm, peer)
+        synchronise(comm, peer)
         for step in range(4):
             assert (channel.recv() == step + peer).all()
             channel.release()
@@ -223,8 +223,8 @@ def sends_that_wait_for_room(comm, peer):
 
 def sides_that_disagree(comm, peer):
     mine: dict[str, Any] = {"shape": (3,), "dtype": "float32", "depth": 2, "codec": None}
-    for name, other in (("dtype", "float64"), ("depth", 3), ("shape", (4,)), ("codec", "int8")):
-        terms = mine if comm.rank < peer else {**mine, name: other}
+    for name, different in (("dtype", "float64"), ("depth", 3), ("shape", (4,)), ("codec", "int8")):
+        terms = mine if comm.rank < peer else {**mine, name: different}
         channel = comm.channel(peer, f"disagree on {name}", **terms)
         with pytest.raises(MismatchError) as caught:
             channel.send(np.zeros(3, terms["dtype"])) if comm.rank < peer else channel.recv()
@@ -234,9 +234,9 @@ def sides_that_disagree(comm, peer):
         with pytest.raises(MismatchError):
             channel.recv()
         channel.close()
-        with comm.channel(peer, f"disagree on {name}", (3,)) as again:
-            again.send(np.ones(3, np.float32))
-            assert again.recv().sum() == 3
+        with comm.channel(peer, f"disagree on {name}", (3,)) as reopened:
+            reopened.send(np.ones(3, np.float32))
+            assert reopened.recv().sum() == 3
 
 
 def wrong_arguments(comm, peer):
@@ -290,7 +290,7 @@ def encoded(comm, peer):
 
 
 def closed_by_the_other_side(comm, peer):
-    """What was sent before can still be received."""
+    """Messages that were sent before can still be received."""
     channel = comm.channel(peer, "closed", (3,), "int64", 2)
     channel.send(np.zeros(3, np.int64))
     channel.recv()
@@ -313,26 +313,28 @@ def closed_by_the_other_side(comm, peer):
         assert channel.recv().sum() == 3
 
 
-def closed_before_all_was_taken(comm, peer):
-    """Nobody waits for a message to leave that the other side does not want any more."""
+def closed_before_all_is_received(comm, peer):
+    """Nobody waits to send a message that the other side no longer wants."""
     with comm.channel(peer, "not taken", (3,)) as channel:
         if comm.rank < peer:
             channel.send(np.zeros(3000, np.float32))  # too long for the other side's memory: in memory of this side's
-            meet(comm, peer)
-            meet(comm, peer)
+            synchronise(comm, peer)
+            synchronise(comm, peer)
             assert comm.runtime.drain(5) == ""
         else:
-            meet(comm, peer)
+            synchronise(comm, peer)
             channel.connect("a test")
             channel.close()
-            meet(comm, peer)
+            synchronise(comm, peer)
 
 
-def interrupted_as_it_is_queued(comm, peer):
-    """Whether somebody will send it is not known: the channel fails, and nobody waits for that."""
+def interrupted_while_queued(comm, peer):
+    """Whether it will be sent is unknown: the channel fails, and nobody waits for it."""
     with comm.channel(peer, "queued", (3,)) as channel:
         channel.connect("a test")
-        meet(comm, peer)  # both are connected: else one may hear in connect already that the other has given up
+        synchronise(
+            comm, peer
+        )  # both are connected: otherwise connect may already report that the other side has given up
         if comm.rank < peer:
             watch = comm.runtime.poller.watch
 
@@ -352,7 +354,7 @@ def interrupted_as_it_is_queued(comm, peer):
         else:
             with pytest.raises(PeerError, match="has given up this channel"):
                 channel.recv()
-        meet(comm, peer)
+        synchronise(comm, peer)
 
 
 def waits_that_end(comm, peer):
@@ -360,12 +362,12 @@ def waits_that_end(comm, peer):
         assert not channel.ready()
         with pytest.raises(StallError, match=r"recv on channel 'waits' with rank \d: not done after 0.1 s"):
             channel.recv(timeout=0.1)
-        meet(comm, peer)
+        synchronise(comm, peer)
         channel.send(np.full(3, 4))
-        if share_memory(comm, peer):  # between nodes MPI may take in short messages
+        if share_memory(comm, peer):  # between nodes MPI may buffer short messages
             with pytest.raises(StallError):
                 channel.send(np.full(3, 5), timeout=0.1)
-        meet(comm, peer)
+        synchronise(comm, peer)
         while not channel.ready():
             time.sleep(1e-3)
         assert channel.recv(timeout=0)[0] == 4
@@ -411,9 +413,9 @@ def a_failed_group(group, peer):
 
 
 ALL = [
-    every_dtype_and_shape, order_at_every_depth, both_directions_at_once, edges_opened_in_other_orders,
-    shapes_that_change, views_stay_while_others_grow, sources_may_go_at_once, what_is_not_handed_back,
-    written_in_place, seen_before_it_is_taken, sends_that_wait_for_room, sides_that_disagree, wrong_arguments, encoded,
-    closed_by_the_other_side, closed_before_all_was_taken, interrupted_as_it_is_queued,
-    waits_that_end, threads_of_their_own,
+    every_dtype_and_shape, order_at_every_depth, both_directions_at_once, edges_opened_in_different_orders,
+    shapes_that_change, views_stay_while_others_grow, sources_may_be_freed_at_once, unreleased_messages,
+    written_in_place, ready_before_it_is_received, sends_that_wait_for_room, sides_that_disagree, wrong_arguments,
+    encoded, closed_by_the_other_side, closed_before_all_is_received, interrupted_while_queued, waits_that_end,
+    threads_of_their_own,
 ]  # fmt: skip

@@ -155,7 +155,7 @@ def scatter(comm: Any, dtype: str, part: tuple[int, ...], root: int = 0, algorit
 
 
 def all_to_all(comm: Any, dtype: str, part: tuple[int, ...], algorithm: str = "auto") -> None:
-    """`part` is the shape of what each rank sends to each rank."""
+    """`part` is the shape of the data from each rank to each rank."""
     xs = inputs(comm, dtype, (comm.size * part[0], *part[1:]))
     x = xs[comm.rank].copy()
     expected = np.concatenate([sent[part[0] * comm.rank : part[0] * (comm.rank + 1)] for sent in xs])

@@ -1,4 +1,4 @@
-"""One training loop's compressed reductions, on the host or on a device: the same bits come out."""
+"""One training loop's compressed reductions, on the host or on a device, with the same bits as results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.late import LATE, LateArray
 
 COMPRESSIONS = [name for name in (*CODECS, *SCHEMES) if name != "auto"]
 PARTS = [BucketPart("weight", 0, (60, 40)), BucketPart("bias", 2416, (61,)), BucketPart("embedding", 2480, (1100,))]
-PLACES = np.concatenate([np.arange(part.start, part.stop) for part in PARTS])  # what lies between may be anything
+PLACES = np.concatenate([np.arange(part.start, part.stop) for part in PARTS])  # the gaps may hold anything
 FLAGS = 3584
 STEPS = 4
 BROKEN = 2  # the step in which the last rank's gradient is not finite
@@ -31,11 +31,11 @@ def gradient(rank: int, step: int, size: int) -> Any:
 
 
 def train(comm: Any, name: str, *, within_node: bool, on_device: bool) -> tuple[Any, ...]:
-    """Return what some steps leave: the values, the flags, whether they are finite, the bytes sent, the state."""
+    """Return the results of some steps: the values, the flags, whether they are finite, the bytes sent, the state."""
     compression = GradientCompression(comm, scheme_of(name), within_node=within_node)
     array = comm.empty(FLAGS + 16, device=LATE) if on_device else comm.empty(FLAGS + 16)
     plan = compression.reduction("bucket", as_contiguous(array, "train"), PARTS, FLAGS, "mean")
-    found = []
+    results = []
     for step in range(STEPS):
         values = gradient(comm.rank, step, comm.size)
         if isinstance(array, LateArray):
@@ -48,17 +48,17 @@ def train(comm: Any, name: str, *, within_node: bool, on_device: bool) -> tuple[
             plan()
         compression.end_step()
         after = array.numpy() if isinstance(array, LateArray) else array.copy()
-        found.append((after[PLACES], after[FLAGS:] > 0, plan.finite, plan.sent_bytes))
+        results.append((after[PLACES], after[FLAGS:] > 0, plan.finite, plan.sent_bytes))
     state = compression.state()
     compression.move()
-    again = compression.reduction("bucket", as_contiguous(array, "train"), PARTS, FLAGS, "mean")
+    recreated = compression.reduction("bucket", as_contiguous(array, "train"), PARTS, FLAGS, "mean")
     assert_same(compression.state(), state)
-    del again
-    return found, state
+    del recreated
+    return results, state
 
 
 def assert_same(ours: Any, theirs: Any, near: float = 0.0) -> None:
-    """Compare nested results: to the last bit, or how near they come."""
+    """Compare nested results: to the last bit, or within a tolerance."""
     if isinstance(ours, dict):
         assert list(ours) == list(theirs)
         ours, theirs = list(ours.values()), list(theirs.values())
@@ -76,13 +76,13 @@ def assert_same(ours: Any, theirs: Any, near: float = 0.0) -> None:
 def check(comm: Any, name: str, *, within_node: bool = True) -> None:
     """Train twice, on the host and on the late device, and compare.
 
-    PowerSGD and RandomK add by all-reduces. If those of the device go by another way than those of the host, three
-    numbers or more may be added in another order.
+    PowerSGD and RandomK add by all-reduces. If the device's take another path than the host's, three numbers or more
+    may be added in another order.
     """
     host = train(comm, name, within_node=within_node, on_device=False)
-    late = train(comm, name, within_node=within_node, on_device=True)
+    on_late = train(comm, name, within_node=within_node, on_device=True)
     finite = [step[2] for step in host[0]]
     assert finite == [step != BROKEN for step in range(STEPS)]
     assert list(np.flatnonzero(host[0][0][1])) == list(range(comm.size))
-    by_other_ways = comm.size > 2 and name in ("powersgd", "randomk") and comm.group.transport.accepts("late")
-    assert_same(late, host, 1e-4 if by_other_ways else 0.0)
+    by_other_paths = comm.size > 2 and name in ("powersgd", "randomk") and comm.group.transport.accepts("late")
+    assert_same(on_late, host, 1e-4 if by_other_paths else 0.0)

@@ -1,4 +1,4 @@
-"""Device ways: how the data of calls went. Copies of the late device, messages of its memory, the kinds of arrays."""
+"""Device paths: count how the data of calls travelled. Copies, messages of device memory, array types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.late import LATE
 
 @dataclass(slots=True)
 class Counted:
-    """What all ranks did in one call. native: calls of MPI's own collectives that were given a device's memory."""
+    """What all ranks did in one call. native: calls of MPI's own collectives with a device's memory."""
 
     copies: int = 0
     messages: int = 0
@@ -25,23 +25,23 @@ class Counted:
 
 
 def count(comm: Any, call: Callable[[], Any]) -> Counted:
-    """Run a call on all ranks, and return what it did. Collective."""
-    found = Counted()
+    """Run a call on all ranks, and return the counts. Collective."""
+    counted = Counted()
     copy, addressed, at = LATE.copy, MpiTransport.addressed, MPI.buffer.fromaddress
 
     def counting_copy(target: Any, source: Any) -> None:
-        found.copies += any(isinstance(array, np.ndarray) for array in (target, source))
+        counted.copies += any(isinstance(array, np.ndarray) for array in (target, source))
         copy(target, source)
 
     def counting_addressed(self: Any, buffer: Any) -> Any:
-        found.messages += 1
-        found.native -= 1
+        counted.messages += 1
+        counted.native -= 1
         return addressed(self, buffer)
 
     class CountingBuffer:
         @staticmethod
         def fromaddress(address: int, nbytes: int, readonly: bool = False) -> Any:
-            found.native += 1
+            counted.native += 1
             return at(address, nbytes, readonly)
 
     LATE.synchronise()
@@ -51,11 +51,11 @@ def count(comm: Any, call: Callable[[], Any]) -> Counted:
         patch.setattr(MPI, "buffer", CountingBuffer)
         call()
         comm.barrier()
-    return Counted(*(comm.native.allreduce(n, MPI.SUM) for n in (found.copies, found.messages, found.native)))
+    return Counted(*(comm.native.allreduce(n, MPI.SUM) for n in (counted.copies, counted.messages, counted.native)))
 
 
 def kinds_gathered(patch: pytest.MonkeyPatch) -> set[type]:
-    """Return a set of the types of all arrays that all_gather_v is given from now on."""
+    """Return a set of the types of all arrays passed to all_gather_v from now on."""
     kinds, plain = set[type](), Communicator.all_gather_v
 
     def gather(comm: Communicator, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every verb of a communicator in every way to call it, each on small arrays of its own; and what the recorder says."""
+"""Every verb of a communicator in every way to call it, each on its own small arrays; and a check of the recorder."""
 
 from __future__ import annotations
 
@@ -33,50 +33,50 @@ def _waited(start: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def calls(comm: Any) -> list[tuple[str, str, Call]]:
-    """Return (verb, way, call) of all collectives; the same on all ranks. Large ones too: they go other ways."""
-    found: list[tuple[str, str, Call]] = []
+    """Return (verb, way, call) of all collectives; the same on all ranks. Large ones too: they take other paths."""
+    result: list[tuple[str, str, Call]] = []
     for verb, arguments in SIGNATURES.items():
-        given = arguments(comm)
-        plan = None if verb == "all_to_all_v" else getattr(comm, f"plan_{verb}")(*given)
-        found.append((verb, "blocking", partial(getattr(comm, verb), *given)))
-        found.append((verb, "async", partial(_waited, getattr(comm, f"{verb}_async"), *given)))
+        values = arguments(comm)
+        plan = None if verb == "all_to_all_v" else getattr(comm, f"plan_{verb}")(*values)
+        result.append((verb, "blocking", partial(getattr(comm, verb), *values)))
+        result.append((verb, "async", partial(_waited, getattr(comm, f"{verb}_async"), *values)))
         if plan is not None:
-            found += [(verb, "plan", plan), (verb, "started plan", partial(_waited, plan.start))]
+            result += [(verb, "plan", plan), (verb, "started plan", partial(_waited, plan.start))]
     for verb, arguments in OBJECTS.items():
-        given = arguments(comm)
-        found.append((verb, "blocking", partial(getattr(comm, verb), *given)))
-        found.append((verb, "async", partial(_waited, getattr(comm, f"{verb}_async"), *given)))
+        values = arguments(comm)
+        result.append((verb, "blocking", partial(getattr(comm, verb), *values)))
+        result.append((verb, "async", partial(_waited, getattr(comm, f"{verb}_async"), *values)))
     large = np.ones(100_000, np.float32)
-    found.append(("all_reduce", "large", lambda: comm.all_reduce(large)))
-    found.append(("split", "blocking", lambda: comm.split(0)))
-    found.append(("empty", "blocking", lambda: comm.empty(4)))
-    return found
+    result.append(("all_reduce", "large", lambda: comm.all_reduce(large)))
+    result.append(("split", "blocking", lambda: comm.split(0)))
+    result.append(("empty", "blocking", lambda: comm.empty(4)))
+    return result
 
 
 def phases(events: list[Event]) -> dict[Record, list[Phase]]:
     """Return the phases of each operation, in order."""
-    found: dict[Record, list[Phase]] = {}
+    result: dict[Record, list[Phase]] = {}
     for event in events:
-        found.setdefault(event.record, []).append(event.phase)
-    return found
+        result.setdefault(event.record, []).append(event.phase)
+    return result
 
 
 def check_one_call(comm: Any, events: list[Event], verb: str, way: str, number: int) -> None:
-    """Check what one call has written in its group: one operation, from its start to its end, with its number."""
+    """Check the events of one call in its group: one operation, from its start to its end, with its number."""
     operations = phases([event for event in events if event.group == comm.group.name])
     assert len(operations) == 1, (verb, way, events)
-    ((record, seen),) = operations.items()
+    ((record, recorded),) = operations.items()
     assert (record.verb, record.group, record.sequence) == (verb, comm.group.name, number), (way, record)
-    assert seen[-1] is Phase.END and record.error == "", (way, seen)
-    started = [phase for phase in seen if phase not in (Phase.ROUND, Phase.END)]
+    assert recorded[-1] is Phase.END and record.error == "", (way, recorded)
+    started = [phase for phase in recorded if phase not in (Phase.ROUND, Phase.END)]
     allowed = {
-        "blocking": [[Phase.RUN], [Phase.QUEUED, Phase.RUN]],  # what blocks in MPI runs on the thread
+        "blocking": [[Phase.RUN], [Phase.QUEUED, Phase.RUN]],  # calls that block in MPI run on the thread
         "large": [[Phase.RUN]],
         "plan": [[Phase.RUN]],
         "async": [[Phase.QUEUED, Phase.RUN], [Phase.BEGUN], [Phase.BEGUN, Phase.RUN]],
         "started plan": [[Phase.QUEUED, Phase.RUN], [Phase.BEGUN], [Phase.BEGUN, Phase.RUN]],
     }
-    assert started in allowed[way], (verb, way, seen)
+    assert started in allowed[way], (verb, way, recorded)
     times = [event.time for event in events if event.record is record]
     assert times == sorted(times)
     assert (record.queued or record.began) <= record.began <= record.ended

@@ -1,6 +1,6 @@
-"""Bodies of tests: rows of experts on a device, against the host's exchange of the same rows, bit for bit.
+"""Bodies of tests: experts' rows on a device, against the host's exchange of the same rows, bit for bit.
 
-put: returns a device's array with the values of one of the host.
+put: returns a device's array with the values of a host array.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def fetch(x: Any) -> Array:
     block = x.device.staging(x.nbytes)
     x.device.copy(block, x)
     wait_for(x.device.current().record(), lambda: None)
-    found: Array = block.view(x.dtype).reshape(x.shape).copy()
-    return found
+    values: Array = block.view(x.dtype).reshape(x.shape).copy()
+    return values
 
 
 class Layer:
     """A layer with tokens on the host, whose exchange is the oracle, and the same on a device."""
 
-    def __init__(self, name: str, here: Dispatcher, there: Dispatcher, put: Put) -> None:
-        self.name, self._here, self._there = name, here, there
+    def __init__(self, name: str, host: Dispatcher, device: Dispatcher, put: Put) -> None:
+        self.name, self._host, self._device = name, host, device
         self._put: Put = lambda values: as_contiguous(put(values), name)
         self._calls: list[Any] = []
 
@@ -60,56 +60,65 @@ class Layer:
         x = draw.standard_normal((len(chosen), width)).astype(kind)
         gates = draw.random(len(assigned.tokens)).astype(np.float32)
         gates[::3] = 1
-        passage, rows, came, counts = self._here.dispatch(self.name, assigned, x, gates)
-        there, there_rows, there_came, there_counts = self._there.dispatch(self.name, assigned, self._put(x), gates)
-        assert there_counts.tolist() == counts.tolist()
-        assert_same_bits(fetch(there_rows), rows)
-        assert_same_bits(fetch(there_came), came)
-        made = (np.float32(0.7) * rows.astype(np.float32)).astype(kind)  # by the experts
-        there_made = self._put(made)
-        sums = self._here.combine(self.name, passage, made, came)
-        assert_same_bits(fetch(self._there.combine(self.name, there, there_made, there_came)), sums)
-        self._calls.append((passage, made, came.copy(), there, there_made, there_came, draw))
+        passage, rows, received_gates, counts = self._host.dispatch(self.name, assigned, x, gates)
+        device_passage, device_rows, device_gates, device_counts = self._device.dispatch(
+            self.name, assigned, self._put(x), gates
+        )
+        assert device_counts.tolist() == counts.tolist()
+        assert_same_bits(fetch(device_rows), rows)
+        assert_same_bits(fetch(device_gates), received_gates)
+        outputs = (np.float32(0.7) * rows.astype(np.float32)).astype(kind)  # by the experts
+        device_outputs = self._put(outputs)
+        sums = self._host.combine(self.name, passage, outputs, received_gates)
+        assert_same_bits(fetch(self._device.combine(self.name, device_passage, device_outputs, device_gates)), sums)
+        self._calls.append(
+            (passage, outputs, received_gates.copy(), device_passage, device_outputs, device_gates, draw)
+        )
 
     def backward(self) -> None:
         """Send gradients of the last forward back."""
-        passage, made, came, there, there_made, there_came, draw = self._calls.pop()
-        tokens = int(there.starts.shape[0]) - 1
-        gradient = draw.standard_normal((tokens, made.shape[1])).astype(made.dtype)
-        of_made = self._here.combine_back(self.name, passage, gradient).copy()
-        there_of_made = self._there.combine_back(self.name, there, self._put(gradient))
-        assert_same_bits(fetch(there_of_made), of_made)
-        of_gates = scale_gradients(of_made, made, came)
-        there_of_gates = scale_gradients(there_of_made, there_made, there_came)
-        assert_same_bits(fetch(there_of_made), of_made)
-        assert_same_bits(fetch(there_of_gates), of_gates)
-        of_x, numbers = self._here.dispatch_back(self.name, passage, of_made, of_gates)
-        there_of_x, there_numbers = self._there.dispatch_back(self.name, there, there_of_made, there_of_gates)
-        assert_same_bits(fetch(there_of_x), of_x)
-        assert_same_bits(fetch(there_numbers), numbers)
+        passage, outputs, received_gates, device_passage, device_outputs, device_gates, draw = self._calls.pop()
+        tokens = int(device_passage.starts.shape[0]) - 1
+        gradient = draw.standard_normal((tokens, outputs.shape[1])).astype(outputs.dtype)
+        output_gradients = self._host.combine_back(self.name, passage, gradient).copy()
+        device_output_gradients = self._device.combine_back(self.name, device_passage, self._put(gradient))
+        assert_same_bits(fetch(device_output_gradients), output_gradients)
+        gate_gradients = scale_gradients(output_gradients, outputs, received_gates)
+        device_gate_gradients = scale_gradients(device_output_gradients, device_outputs, device_gates)
+        assert_same_bits(fetch(device_output_gradients), output_gradients)
+        assert_same_bits(fetch(device_gate_gradients), gate_gradients)
+        x_gradients, numbers = self._host.dispatch_back(self.name, passage, output_gradients, gate_gradients)
+        device_x_gradients, device_numbers = self._device.dispatch_back(
+            self.name, device_passage, device_output_gradients, device_gate_gradients
+        )
+        assert_same_bits(fetch(device_x_gradients), x_gradients)
+        assert_same_bits(fetch(device_numbers), numbers)
 
 
 def oracle() -> Communicator:
-    """Return a communicator of all ranks, which share the host's memory there."""
-    found = commlib.world().split(0, name="oracle")
-    assert found is not None
-    return found
+    """Return a communicator of all ranks, which share host memory in it."""
+    group = commlib.world().split(0, name="oracle")
+    assert group is not None
+    return group
 
 
 def layers(comm: Communicator, put: Put, names: Sequence[str], placement: ExpertPlacement | None = None) -> list[Layer]:
-    """Return layers that share what is between the ranks. Collective."""
-    where = ExpertPlacement.even(EXPERTS, comm.size) if placement is None else placement
-    here, there = SharedMemoryDispatcher(oracle(), where), dispatcher_over(ParallelAxis(comm), where)
-    return [Layer(name, here, there, put) for name in names]
+    """Return layers that share the connection between the ranks. Collective."""
+    experts_of_ranks = ExpertPlacement.even(EXPERTS, comm.size) if placement is None else placement
+    on_host, on_device = (
+        SharedMemoryDispatcher(oracle(), experts_of_ranks),
+        dispatcher_over(ParallelAxis(comm), experts_of_ranks),
+    )
+    return [Layer(name, on_host, on_device, put) for name in names]
 
 
 def table(comm: Communicator, rows: Sequence[int], top_k: int, seed: int = 0) -> Array:
     """Return experts for so many tokens of this rank, `top_k` for each."""
     draw = np.random.default_rng([seed, comm.rank])
-    found = np.zeros((rows[comm.rank % len(rows)], EXPERTS), bool)
-    for token in found:
+    chosen = np.zeros((rows[comm.rank % len(rows)], EXPERTS), bool)
+    for token in chosen:
         token[draw.permutation(EXPERTS)[:top_k]] = True
-    return found
+    return chosen
 
 
 def there_and_back(comm: Communicator, put: Put, dtype: str) -> None:
@@ -150,7 +159,7 @@ def moved_experts(comm: Communicator, put: Put) -> None:
 
 
 def growing(comm: Communicator, put: Put) -> None:
-    """More tokens, and wider ones, each time; then few again. They become more than a slot between devices holds."""
+    """More tokens, and wider ones, each time; then few again. They outgrow a slot between devices."""
     (layer,) = layers(comm, put, ["one"])
     for step, rows in enumerate((2, 50, 400, 3)):
         layer.forward(table(comm, [rows, rows // 2], 2, step), 64 * (step + 1), "float32", comm.rank)
@@ -159,11 +168,11 @@ def growing(comm: Communicator, put: Put) -> None:
 
 def two_layers(comm: Communicator, put: Put) -> None:
     """Two layers, twice each, backward in the opposite order."""
-    both = layers(comm, put, ["first", "second"])
+    pair = layers(comm, put, ["first", "second"])
     for step in range(4):
-        both[step % 2].forward(table(comm, [5, 8], 2, step), 20, "float32", comm.rank + step)
+        pair[step % 2].forward(table(comm, [5, 8], 2, step), 20, "float32", comm.rank + step)
     for step in reversed(range(4)):
-        both[step % 2].backward()
+        pair[step % 2].backward()
 
 
 def in_parts(comm: Communicator, put: Put) -> None:
@@ -175,78 +184,82 @@ def in_parts(comm: Communicator, put: Put) -> None:
     def run(mixture: Mixture, put: Callable[[Array], Any], scale: Callable[[Any], None]) -> list[Any]:
         routing = mixture.route(logits, training=False)
         flow = ChunkedDispatch(mixture, split_tokens(routing, 4), put(x), routing.gates)
-        numbers, kept, found = range(4), [], list[Any]()
+        numbers, computed, results = range(4), [], list[Any]()
         flow.dispatch(0)
         for part in numbers:
             if part + 1 < 4:
                 flow.dispatch(part + 1)
             rows, gates, _ = flow.dispatched(part)
-            made = rows.copy()
-            scale(made)
-            del rows  # memory that is taken again while experts may still read it
-            kept.append((made, gates))
-            flow.combine(part, made, gates)
-        found += [flow.combined(part) for part in numbers]
+            outputs = rows.copy()
+            scale(outputs)
+            del rows  # memory that is reused while experts may still read it
+            computed.append((outputs, gates))
+            flow.combine(part, outputs, gates)
+        results += [flow.combined(part) for part in numbers]
         for part in reversed(numbers):
             flow.combine_back(part, put(x[flow.parts[part].first : flow.parts[part].last]))
         for part in reversed(numbers):
-            came = flow.wait_combine_back(part).copy()
-            of_gates = scale_gradients(came, *kept[part])
-            scale(came)
-            flow.dispatch_back(part, came, of_gates)
+            received_gates = flow.wait_combine_back(part).copy()
+            gate_gradients = scale_gradients(received_gates, *computed[part])
+            scale(received_gates)
+            flow.dispatch_back(part, received_gates, gate_gradients)
         for part in numbers:
-            found += flow.wait_dispatch_back(part)
-        return found
+            results += flow.wait_dispatch_back(part)
+        return results
 
-    here, there = (Mixture("parts", options, ExpertRanks.of(one, EXPERTS)) for one in (oracle(), comm))
+    on_host, on_device = (Mixture("parts", options, ExpertRanks.of(one, EXPERTS)) for one in (oracle(), comm))
 
     def half(array: DeviceArray) -> None:
         array.device.kernels.scale(array.reshape(-1), 0.7)
 
-    def half_here(array: Array) -> None:
+    def half_on_host(array: Array) -> None:
         array *= np.float32(0.7)
 
     for _ in range(2):
-        expected = run(here, lambda values: values, half_here)
-        found = run(there, lambda values: as_contiguous(put(values), "parts"), half)
-        for got, wanted in zip(found, expected, strict=True):
-            assert_same_bits(fetch(got), wanted)
+        expected = run(on_host, lambda values: values, half_on_host)
+        results = run(on_device, lambda values: as_contiguous(put(values), "parts"), half)
+        for actual, correct in zip(results, expected, strict=True):
+            assert_same_bits(fetch(actual), correct)
 
 
-def other_meanings(comm: Communicator, put: Put) -> None:
-    """Ranks that mean different layers, dtypes, steps or places: all raise, and say which. Then they go on."""
+def ranks_that_disagree(comm: Communicator, put: Put) -> None:
+    """Ranks that use different layers, dtypes, steps or places: all raise, and name both. Then they continue."""
     exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     x, gates = np.ones((3, 8), np.float32), np.ones(3 * EXPERTS, np.float32)
     assigned, odd = assign(np.ones((3, EXPERTS), bool)), comm.rank == 1
-    there = as_contiguous(put(x), "x")
+    on_device = as_contiguous(put(x), "x")
     with pytest.raises(MismatchError, match=r"rows on the host.*rank 1|rank 1.*rows on the host"):
-        exchange.dispatch("zeroth", assigned, x if odd else there, gates)
-    passage, rows, came, _ = exchange.dispatch("first", assigned, there, gates)
+        exchange.dispatch("zeroth", assigned, x if odd else on_device, gates)
+    passage, rows, received_gates, _ = exchange.dispatch("first", assigned, on_device, gates)
     with pytest.raises(MismatchError, match="layer of rank 1"):
-        exchange.dispatch(f"layer of rank {int(odd)}", assigned, there, gates)
+        exchange.dispatch(f"layer of rank {int(odd)}", assigned, on_device, gates)
     with pytest.raises(MismatchError, match="float16"):
-        exchange.dispatch("second", assigned, as_contiguous(put(x.astype(np.float16)), "x") if odd else there, gates)
+        exchange.dispatch(
+            "second", assigned, as_contiguous(put(x.astype(np.float16)), "x") if odd else on_device, gates
+        )
     with pytest.raises(MismatchError, match="combine, backward"):
-        exchange.combine_back("first", passage, there) if odd else exchange.combine("first", passage, rows, came)
-    np.testing.assert_array_equal(fetch(exchange.combine("first", passage, rows, came)), EXPERTS * x)
+        exchange.combine_back("first", passage, on_device) if odd else exchange.combine(
+            "first", passage, rows, received_gates
+        )
+    np.testing.assert_array_equal(fetch(exchange.combine("first", passage, rows, received_gates)), EXPERTS * x)
 
 
-def rows_of_the_host(comm: Communicator, put: Put) -> None:
-    """Experts that fetch their rows are told."""
+def host_rows_are_refused(comm: Communicator, put: Put) -> None:
+    """Experts that fetch their rows get an error."""
     exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     x, gates = np.ones((2, 8), np.float32), np.ones(2 * EXPERTS, np.float32)
-    passage, rows, came, _ = exchange.dispatch(
+    passage, rows, received_gates, _ = exchange.dispatch(
         "one", assign(np.ones((2, EXPERTS), bool)), as_contiguous(put(x), "x"), gates
     )
     with pytest.raises(UsageError, match=r"one: float32\[\d+, 8\] is on the host"):
-        exchange.combine("one", passage, fetch(rows), came)
-    np.testing.assert_array_equal(fetch(exchange.combine("one", passage, rows, came)), EXPERTS * x)
+        exchange.combine("one", passage, fetch(rows), received_gates)
+    np.testing.assert_array_equal(fetch(exchange.combine("one", passage, rows, received_gates)), EXPERTS * x)
 
 
 def encoded(comm: Communicator, put: Put) -> None:
-    """Rows that travel encoded lose what the codec loses, a rank's own ones nothing; numbers travel as they are.
+    """Rows that travel encoded lose the codec's loss, a rank's own ones nothing; numbers travel unencoded.
 
-    Between ranks that share memory rows do, too.
+    Between ranks that share memory, rows travel unencoded, too.
     """
     placement, width = ExpertPlacement.even(EXPERTS, comm.size), 48
     for codec, most in (("bf16", 2**-8), ("fp8", 2**-3)):
@@ -256,7 +269,7 @@ def encoded(comm: Communicator, put: Put) -> None:
         xs = [np.random.default_rng([2, rank]).standard_normal((len(each), width)) for rank, each in enumerate(chosen)]
         x = xs[comm.rank].astype(np.float32)
         gates = np.arange(1, 1 + chosen[comm.rank].sum(), dtype=np.float32)
-        passage, rows, came, counts = exchange.dispatch(
+        passage, rows, received_gates, counts = exchange.dispatch(
             "one", assign(chosen[comm.rank]), as_contiguous(put(x), "x"), gates
         )
         expected = expected_rows(chosen, [each.astype(np.float32) for each in xs], placement, comm.rank, None)
@@ -267,9 +280,9 @@ def encoded(comm: Communicator, put: Put) -> None:
         exact = [np.repeat(rank == comm.rank, each[:, e].sum()) for e in placement.of_rank(comm.rank)
                  for rank, each in enumerate(chosen)]  # fmt: skip
         assert not difference[np.concatenate(exact)].any()
-        sums, numbers = exchange.dispatch_back("one", passage, rows, came)
+        sums, numbers = exchange.dispatch_back("one", passage, rows, received_gates)
         assert_same_bits(fetch(numbers), gates)
         np.testing.assert_allclose(fetch(sums), x * chosen[comm.rank].sum(1)[:, None], atol=1e-5 + 60 * loss, rtol=0)
 
 
-BODIES = [few_tokens, one_expert, moved_experts, growing, two_layers, in_parts, rows_of_the_host, encoded]
+BODIES = [few_tokens, one_expert, moved_experts, growing, two_layers, in_parts, host_rows_are_refused, encoded]

@@ -1,4 +1,4 @@
-"""Lane checks: test messages between two ranks of a node, be they processes under MPI or threads."""
+"""Lane checks: test messages between two ranks of a node, either processes under MPI or threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from commlib.errors import MismatchError, StallError, UsageError
 from tests.oracles.poison import poisoned
 
-# Numbers of int64: none, within a cache line, in several, near and beyond what a lane takes itself.
+# Numbers of int64: none, within a cache line, in several, near and beyond the most that a lane carries itself.
 COUNTS = [0, 1, 4, 5, 100, 2000, 8191, 8192, 8193, 30_000, 200_000]
 
 
@@ -28,7 +28,7 @@ def numbers(count: int, step: int) -> Any:
 
 
 def order_within_a_tag(comm: Any) -> None:
-    """Small messages overtook no large ones, and large ones no small ones."""
+    """Small messages never overtake large ones, nor large ones small ones."""
     chance = random.Random(1)
     counts = [chance.choice(COUNTS) for _ in range(150)]
     if comm.rank == 0:
@@ -36,8 +36,8 @@ def order_within_a_tag(comm: Any) -> None:
             comm.send(numbers(count, step), 1, 3)
     elif comm.rank == 1:
         for step, count in enumerate(counts):
-            got = comm.recv(np.zeros(count, int), 0, 3)
-            assert (got == numbers(count, step)).all(), step
+            received = comm.recv(np.zeros(count, int), 0, 3)
+            assert (received == numbers(count, step)).all(), step
             if step % 40 == 0:
                 time.sleep(0.02)
 
@@ -45,7 +45,7 @@ def order_within_a_tag(comm: Any) -> None:
 def tags_in_any_order(comm: Any) -> None:
     chance = random.Random(2)
     sent = [(chance.randrange(40), chance.choice(COUNTS)) for _ in range(300)]
-    wanted = sorted(sent, key=lambda message: (message[0] * 7) % 40)  # stable: in order within a tag
+    in_order = sorted(sent, key=lambda message: (message[0] * 7) % 40)  # stable: in order within a tag
     steps = sorted(range(300), key=lambda step: (sent[step][0] * 7) % 40)
     if comm.rank == 0:
         works = [comm.send_async(numbers(count, step), 1, tag) for step, (tag, count) in enumerate(sent)]
@@ -53,26 +53,32 @@ def tags_in_any_order(comm: Any) -> None:
             work.wait(60)
     elif comm.rank == 1:
         time.sleep(0.05)
-        for step, (tag, count) in zip(steps, wanted, strict=True):
+        for step, (tag, count) in zip(steps, in_order, strict=True):
             assert (comm.recv(np.zeros(count, int), 0, tag) == numbers(count, step)).all(), (step, tag)
 
 
 def exchanges(comm: Any) -> None:
-    """Ranks send before they receive; errors come before anything is sent, or leave the lanes in step."""
+    """Ranks send before they receive; errors are raised before anything is sent, or leave the lanes in step."""
     if not pair(comm):
         return
     chance, peer = random.Random(3), 1 - comm.rank
     for step in range(400):
         count = chance.choice(COUNTS)
         out = np.zeros(count, int)
-        if step % 7 == comm.rank:  # what is unusual takes the other way
+        if step % 7 == comm.rank:  # unusual arrays take the other path
             out = np.zeros((count, 2), int)[:, 0]
         assert comm.send_recv(numbers(count, step + comm.rank), peer, out, peer, step % 3) is out
         assert (out == numbers(count, step + peer)).all(), step
         if step % 50 == 0:
-            both, locked = np.ones(4), np.zeros(4)
+            vector, locked = np.ones(4), np.zeros(4)
             locked.flags.writeable = False
-            for x, target in ((both, both), (both, both[:2]), (both, locked), ("text", np.zeros(4)), (both, "text")):
+            for x, target in (
+                (vector, vector),
+                (vector, vector[:2]),
+                (vector, locked),
+                ("text", np.zeros(4)),
+                (vector, "text"),
+            ):
                 with pytest.raises(UsageError):
                     comm.send_recv(x, peer, target, peer)
             time.sleep(0.001 * chance.random() * (1 + comm.rank))
@@ -84,14 +90,14 @@ def exchanges(comm: Any) -> None:
 
 
 def a_flood_before_the_first_receive(comm: Any) -> None:
-    """No send waits, in either direction; then all is there, the last tags first."""
+    """No send waits, in either direction; then everything is received, the last tags first."""
     many = 10_000
     if not pair(comm):
         return
     peer = 1 - comm.rank
     for step in range(many):
         comm.send(numbers(1 + step % 60, step), peer, step % 3)
-    comm.send_recv(np.zeros(1), peer, np.zeros(1), peer, 9)  # behind all that has been sent
+    comm.send_recv(np.zeros(1), peer, np.zeros(1), peer, 9)  # behind everything already sent
     for tag in (2, 0, 1):
         for step in range(tag, many, 3):
             got = comm.recv(np.zeros(1 + step % 60, int), peer, tag)
@@ -99,7 +105,7 @@ def a_flood_before_the_first_receive(comm: Any) -> None:
 
 
 def receives_posted_before(comm: Any) -> None:
-    """Each gets what was sent first among what is left for its tag; one that blocks comes after them."""
+    """Each gets the earliest remaining message of its tag; a blocking one comes after them."""
     chance = random.Random(3)
     tags = [chance.randrange(5) for _ in range(120)]
     counts = [chance.choice(COUNTS[:-1]) for _ in tags]
@@ -157,19 +163,19 @@ def several_threads(comm: Any) -> None:
 
 
 def another_length(comm: Any) -> None:
-    """It is named; the next message is what it should be."""
-    for sent, wanted in ((2, 4), (6, 4), (0, 4), (4, 0), (9000, 4), (4, 9000), (9000, 8999), (30_000, 9000)):
+    """It is named; the next message is correct."""
+    for sent, in_order in ((2, 4), (6, 4), (0, 4), (4, 0), (9000, 4), (4, 9000), (9000, 8999), (30_000, 9000)):
         if comm.rank == 0:
             comm.send(np.ones(sent), 1)
             comm.send(np.full(3, sent), 1)
         elif comm.rank == 1:
-            with pytest.raises(MismatchError, match=rf"recv from rank 0.*: expected {8 * wanted} bytes, got"):
-                comm.recv(np.ones(wanted), 0)
+            with pytest.raises(MismatchError, match=rf"recv from rank 0.*: expected {8 * in_order} bytes, got"):
+                comm.recv(np.ones(in_order), 0)
             assert comm.recv(np.zeros(3, int), 0).tolist() == [sent] * 3
 
 
 def waits_that_end(comm: Any) -> None:
-    """A receive that was waited for in vain can be waited for again."""
+    """A receive whose wait timed out can be waited for again."""
     if comm.rank == 1:
         work = comm.recv_async(np.zeros(1), 0, 5)
         with pytest.raises(StallError, match=r"recv from rank 0, tag 5: not done after 0.05 s"):
@@ -181,7 +187,7 @@ def waits_that_end(comm: Any) -> None:
         comm.send(np.full(1, 7.0), 1, 5)
 
 
-def memory_may_go_at_once(comm: Any) -> None:
+def memory_may_be_freed_at_once(comm: Any) -> None:
     for step in range(30):
         count = COUNTS[step % len(COUNTS)]
         if comm.rank == 0:
@@ -190,8 +196,8 @@ def memory_may_go_at_once(comm: Any) -> None:
             assert (comm.recv(poisoned(np.zeros(count, int)), 0) == numbers(count, step)).all()
 
 
-def what_nobody_wants_stops_nothing(comm: Any) -> None:
-    """Messages lie aside, here and there among thousands, and are received last: rings did not fill up with them."""
+def unreceived_messages_block_nothing(comm: Any) -> None:
+    """Some messages among thousands wait, and are received last: rings did not fill up with them."""
     if comm.rank == 0:
         for step in range(4000):
             comm.send(numbers(20, step), 1, 99 if step % 50 == 0 else 0)
@@ -205,7 +211,7 @@ def what_nobody_wants_stops_nothing(comm: Any) -> None:
 
 
 def arrays_of_all_kinds(comm: Any) -> None:
-    """With gaps, without a dimension, of another byte order or a numpy scalar's tag: as ever."""
+    """With gaps, without a dimension, of another byte order or with a numpy scalar as tag: all work."""
     values: list[Any] = [np.arange(20)[::2], np.array(3.5), np.ones((3, 0, 2)), np.arange(6).reshape(2, 3).T]
     for x in values:
         if comm.rank == 0:
@@ -221,5 +227,5 @@ def arrays_of_all_kinds(comm: Any) -> None:
 CHECKS = [
     exchanges,
     order_within_a_tag, tags_in_any_order, a_flood_before_the_first_receive, receives_posted_before, several_threads,
-    another_length, waits_that_end, memory_may_go_at_once, what_nobody_wants_stops_nothing, arrays_of_all_kinds,
+    another_length, waits_that_end, memory_may_be_freed_at_once, unreceived_messages_block_nothing, arrays_of_all_kinds,
 ]  # fmt: skip

@@ -27,11 +27,11 @@ def run(
     config: Config | None = None,
     devices: Sequence[str] = (),
 ) -> list[T]:
-    """Run `function(comm)` on `size` ranks and return what each returned, in rank order.
+    """Run `function(comm)` on `size` ranks and return their results, in rank order.
 
     `nodes[r]` is the node that rank r pretends to be on (default: one node); `devices` are the kinds whose memory
-    its messages take as it is. The first failure is raised again here;
-    the other ranks are made to give up. Never hangs: ranks that do not end raise TimeoutError with their tracebacks.
+    its messages carry directly. The first failure is raised again here; the other ranks are made to give up. Never
+    hangs: ranks that do not end raise TimeoutError with their tracebacks.
     """
     config = config or Config(timeout=10)
     runtimes = [Runtime(config, ranks_on_node=size) for _ in range(size)]
@@ -62,7 +62,7 @@ def run(
     stuck = [] if over.wait(_JOIN) else [thread for thread in threads if thread.is_alive()]
     stacks = "\n".join(_stack(thread) for thread in stuck)
     for runtime in runtimes:
-        runtime.closing = True  # whoever waits in commlib gives up
+        runtime.closing = True  # ranks that wait in commlib give up
         runtime.poller.close()
         for group in list(runtime.groups):
             group.progress.close()

@@ -1,4 +1,4 @@
-"""Random schedules of pipelines, legal and not; stages made of arrays; and oracles that know nothing of messages."""
+"""Random schedules of pipelines, legal and not; stages made of arrays; and oracles without messages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Work = list[Action]
 
 
 def works(stage: int, microbatch: int, *, split: bool) -> Work:
-    """Return what a stage does with a microbatch, in order."""
+    """Return a stage's actions for a microbatch, in order."""
     kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
     return [Action(stage, kind, microbatch) for kind in kinds]
 
 
 def random_schedule(seed: int, *, ranks: int | None = None) -> tuple[Schedule, tuple[Link, ...]]:
-    """Return a schedule that ends, made by letting a random rank do a random thing that it can do; and its links."""
+    """Return a schedule that ends, made by letting a random rank take a random possible action; and its links."""
     chance = random.Random(seed)
     ranks = ranks or chance.randint(1, 4)
     stages = ranks * chance.randint(1, 2) if chance.random() < 0.5 else chance.randint(ranks, ranks + 3)
@@ -37,20 +37,20 @@ def random_schedule(seed: int, *, ranks: int | None = None) -> tuple[Schedule, t
         source = chance.randrange(stages - 2)
         links.append(Link(source, chance.randint(source + 2, stages - 1)))
     splits = {(stage, mb): chance.random() < 0.4 for stage in range(stages) for mb in range(microbatches)}
-    left = {key: works(*key, split=split) for key, split in splits.items()}
+    remaining = {key: works(*key, split=split) for key, split in splits.items()}
     done: set[Action] = set()
     programs: list[list[Action]] = [[] for _ in range(ranks)]
-    while any(left.values()):
-        able = [work[0] for work in left.values() if work and is_able(work[0], done, links)]
+    while any(remaining.values()):
+        able = [work[0] for work in remaining.values() if work and is_able(work[0], done, links)]
         action = chance.choice(able)
-        left[action.stage, action.microbatch].pop(0)
+        remaining[action.stage, action.microbatch].pop(0)
         done.add(action)
         programs[place[action.stage]].append(action)
     return Schedule(f"random {seed}", microbatches, tuple(place), tuple(map(tuple, programs))), tuple(links)
 
 
 def is_able(action: Action, done: set[Action], links: list[Link] | tuple[Link, ...]) -> bool:
-    """Return whether what an action needs has been done, wherever."""
+    """Return whether the requirements of an action are done, on any rank."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is Kind.W:
         return Action(stage, Kind.I, microbatch) in done
@@ -63,7 +63,7 @@ def is_able(action: Action, done: set[Action], links: list[Link] | tuple[Link, .
 
 
 def disturbed(schedule: Schedule, seed: int) -> Schedule:
-    """Return a schedule some of whose actions have changed places, or are missing: legal or not."""
+    """Return a schedule in which some actions have swapped places, or are missing: legal or not."""
     chance = random.Random(seed)
     programs = [list(program) for program in schedule.programs]
     for _ in range(chance.randint(1, 2)):
@@ -78,10 +78,9 @@ def disturbed(schedule: Schedule, seed: int) -> Schedule:
 
 
 def ends(schedule: Schedule, links: tuple[Link, ...]) -> bool:
-    """Return whether all programs run to their ends, each action when what it needs is done: without a notion of time.
+    """Return whether all programs run to their ends, each action once its requirements are done.
 
-    Messages that are taken in the order in which they were sent bring no other wait: what was sent earlier is there
-    earlier.
+    Messages that are received in the order in which they were sent add no other wait: earlier ones arrive earlier.
     """
     expected = {
         Action(stage, Kind.F, microbatch)
@@ -137,28 +136,28 @@ class ArrayTensors:
         pass
 
 
-class ArraysThere(ArrayTensors):
-    """The same, of stages that compute on the host, and whose arrays go over a device. there: `put` and `fetch`."""
+class ArraysOnDevice(ArrayTensors):
+    """The same, for stages that compute on the host. Arrays travel over a device, by `put` and `fetch` of the place."""
 
-    def __init__(self, there: Any, device: Any) -> None:
-        self._there, self.device = there, device
+    def __init__(self, place: Any, device: Any) -> None:
+        self._place, self.device = place, device
 
     def read(self, value: Any) -> Any:
-        return self.device.wrap(self._there.put(value), "read")
+        return self.device.wrap(self._place.put(value), "read")
 
     def tensor(self, array: Any, *, wants_gradient: bool) -> Any:
         if type(array) is not DeviceArray:
             return array
-        values = self._there.fetch(self.device.at(array.address, array.shape, array.dtype, array.owner))
+        values = self._place.fetch(self.device.at(array.address, array.shape, array.dtype, array.owner))
         values.flags.writeable = False
         return values
 
 
 class ArrayStage:
-    """Give w times the sum of what comes in, to whoever takes it; the last one's loss is the sum of that times 3.
+    """Send w times the sum of the inputs to all targets; the last stage's loss is the sum of that times 3.
 
-    All numbers are small integers, so that sums are exact in any order. Inputs are looked at again in the backward: a
-    message that was handed back too early shows.
+    All numbers are small integers, so that sums are exact in any order. Inputs are compared again in the backward, to
+    detect a message that was released too early.
     """
 
     def __init__(
@@ -183,17 +182,17 @@ class ArrayStage:
 
     def forward(self, microbatch: int, inputs: Mapping[int, StageValues]) -> dict[int, StageValues]:
         self.before(Action(self.stage, Kind.F, microbatch))
-        given = {}
+        received = {}
         for source, (tensors, note) in inputs.items():
             assert note == f"of {source}"
-            given[source] = tensors[0]
-        assert set(given) == set(self.sources)
-        if len(given) == 1:
-            (total,) = given.values()
+            received[source] = tensors[0]
+        assert set(received) == set(self.sources)
+        if len(received) == 1:
+            (total,) = received.values()
         else:
-            total = sum(given.values()) if given else self.inputs(microbatch)  # type: ignore[misc]
-        self.given[microbatch] = given, np.array(total)
-        # What changes nothing gives what it was given: in the memory of the message in which that came.
+            total = sum(received.values()) if received else self.inputs(microbatch)  # type: ignore[misc]
+        self.given[microbatch] = received, np.array(total)
+        # A stage that changes nothing returns its input: in the memory of the message that contained it.
         out = total if self.changes_nothing else self.weight * total
         if not self.targets:
             self.losses[microbatch] = float(3 * out.sum())
@@ -201,21 +200,21 @@ class ArrayStage:
         return dict.fromkeys(self.targets, values)
 
     def _gradients(self, microbatch: int, gradients: Mapping[int, StageValues]) -> tuple[Any, Any]:
-        given, total = self.given.pop(microbatch)
-        if given:
-            assert (sum(given.values()) == total).all(), "an input has changed since its forward"
+        received, total = self.given.pop(microbatch)
+        if received:
+            assert (sum(received.values()) == total).all(), "an input has changed since its forward"
         assert set(gradients) == set(self.targets)
         for values in gradients.values():
             assert len(values.tensors) == 3 and values.tensors[1] is None and values.tensors[2] is None
         if len(gradients) == 1:
             (values,) = gradients.values()
             return total, values.tensors[0]
-        back = sum(values.tensors[0] for values in gradients.values()) if gradients else np.full_like(total, 3.0)
-        return total, back
+        gradient = sum(values.tensors[0] for values in gradients.values()) if gradients else np.full_like(total, 3.0)
+        return total, gradient
 
     def _back(self, gradient: Any) -> dict[int, StageValues]:
-        back = gradient if self.changes_nothing else self.weight * gradient
-        return dict.fromkeys(self.sources, StageValues([back, None, None]))
+        input_gradient = gradient if self.changes_nothing else self.weight * gradient
+        return dict.fromkeys(self.sources, StageValues([input_gradient, None, None]))
 
     def backward(self, microbatch: int, gradients: Any, *, final: bool) -> dict[int, StageValues]:
         self.before(Action(self.stage, Kind.B, microbatch))
@@ -247,7 +246,7 @@ class ArrayStage:
 
 
 def batch_of(microbatch: int) -> Any:
-    """Return what goes into a microbatch: some small integers, whose number differs between microbatches."""
+    """Return the input of a microbatch: some small integers, whose number differs between microbatches."""
     return (np.arange(5 + microbatch % 3) + microbatch).astype(np.float64)
 
 
@@ -262,17 +261,17 @@ def expected(links: Sequence[Link], stages: int, microbatches: Sequence[int]) ->
             sources = [link.source for link in links if link.target == stage]
             totals.append(sum(weights[s] * totals[s] for s in sources) if sources else batch_of(microbatch))
         losses[microbatch] = float(3 * (weights[-1] * totals[-1]).sum())
-        back: list[Any] = [None] * stages
+        input_gradients: list[Any] = [None] * stages
         for stage in reversed(range(stages)):
             targets = [link.target for link in links if link.source == stage]
             ones = np.full_like(totals[stage], 3.0)
-            back[stage] = sum(weights[t] * back[t] for t in targets) if targets else ones
-            gradients[stage] += float((totals[stage] * back[stage]).sum())
+            input_gradients[stage] = sum(weights[t] * input_gradients[t] for t in targets) if targets else ones
+            gradients[stage] += float((totals[stage] * input_gradients[stage]).sum())
     return losses, gradients
 
 
-def assert_a_failing_loss_is_told(comm: Any, step: Callable[[], object]) -> None:
-    """Check what ranks say of a step whose loss raises ZeroDivisionError("no rows") where the last stage is."""
+def assert_a_failing_loss_is_reported(comm: Any, step: Callable[[], object]) -> None:
+    """Check the ranks' errors in a step whose loss raises ZeroDivisionError("no rows") on the last stage's rank."""
     with pytest.raises((ZeroDivisionError, PeerError)) as caught:
         step()
     text = "\n".join([str(caught.value), *caught.value.__notes__])

@@ -1,4 +1,4 @@
-"""all_to_all_v with counts and memory of every kind, against what numpy says."""
+"""all_to_all_v with counts and memory of every kind, against numpy's results."""
 
 from __future__ import annotations
 
@@ -44,41 +44,41 @@ def cases(most: int) -> st.SearchStrategy[Case]:
     )  # fmt: skip
 
 
-def memory(comm: Any, wanted: Sequence[bool], rows: int, case: Case) -> Array:
-    """Return an array; a symmetric one at another place in its segment on every rank. Collective."""
+def memory(comm: Any, symmetric: Sequence[bool], rows: int, case: Case) -> Array:
+    """Return an array; a symmetric one is in another place of its segment on every rank. Collective."""
     longest = max(max(sum(sent[: comm.size]) for sent in case.counts), max(map(sum, zip(*case.counts, strict=True))))
-    there = comm.empty((longest + 5 * comm.size, *case.row), case.dtype)
+    segment = comm.empty((longest + 5 * comm.size, *case.row), case.dtype)
     first = 5 * comm.rank
-    if wanted[comm.rank]:
-        return there[first : first + rows]  # type: ignore[no-any-return]
+    if symmetric[comm.rank]:
+        return segment[first : first + rows]  # type: ignore[no-any-return]
     return np.zeros((rows, *case.row), numpy_dtype(case.dtype))
 
 
 def check(comm: Any, case: Case) -> None:
-    """Call it in all ways."""
+    """Call it in every way."""
     splits, takes, rank = case.splits(comm), case.takes(comm), comm.rank
     x, out = memory(comm, case.symmetric_x, sum(splits), case), memory(comm, case.symmetric_out, sum(takes), case)
     sent = [_values(case, sender, sum(case.counts[sender][: comm.size])) for sender in range(comm.size)]
     starts = [sum(case.counts[sender][:rank]) for sender in range(comm.size)]
-    came = [sent[sender][start : start + takes[sender]] for sender, start in enumerate(starts)]
-    expected = np.concatenate(came)
+    received_parts = [sent[sender][start : start + takes[sender]] for sender, start in enumerate(starts)]
+    expected = np.concatenate(received_parts)
     x[...] = sent[rank]
-    ways: list[Any] = []
-    for known in (None, takes):
+    attempts: list[Any] = []
+    for sizes in (None, takes):
         for result in (None, out):
-            given = {"takes": known, "out": result}
-            plan = comm.plan_all_to_all_v(x, splits, **given)
-            ways += [
-                (result, lambda given=given: comm.all_to_all_v(x, splits, **given)),
-                (result, lambda given=given: comm.all_to_all_v_async(x, splits, **given).wait()),
+            options = {"takes": sizes, "out": result}
+            plan = comm.plan_all_to_all_v(x, splits, **options)
+            attempts += [
+                (result, lambda options=options: comm.all_to_all_v(x, splits, **options)),
+                (result, lambda options=options: comm.all_to_all_v_async(x, splits, **options).wait()),
                 (result, plan),
                 (result, lambda plan=plan: plan.start().wait()),
                 (result, plan),
             ]
-    for result, way in ways:
+    for result, attempt in attempts:
         out[...] = 0
-        comm.barrier()  # a fast rank may write into what a slow one clears
-        received, lengths = way()
+        comm.barrier()  # a fast rank may write into memory that a slow one clears
+        received, lengths = attempt()
         assert result is None or received is out
         assert_same(received, expected)
         assert lengths.dtype == np.int64 and lengths.tolist() == takes
@@ -86,18 +86,18 @@ def check(comm: Any, case: Case) -> None:
 
 
 def check_misfit(comm: Any, case: Case, odd: int) -> None:
-    """One rank has a result that does not fit: it alone has an error, after its part."""
+    """The result of one rank has the wrong size: only this rank gets an error, after its part."""
     splits, takes = case.splits(comm), case.takes(comm)
-    x, here = memory(comm, case.symmetric_x, sum(splits), case), comm.rank == odd % comm.size
-    out = memory(comm, case.symmetric_out, sum(takes) + here, case)
+    x, is_odd = memory(comm, case.symmetric_x, sum(splits), case), comm.rank == odd % comm.size
+    out = memory(comm, case.symmetric_out, sum(takes) + is_odd, case)
     try:
         comm.all_to_all_v(x, splits, out=out)
     except UsageError as error:
-        assert here and f"rank {comm.rank} received {sum(takes)} rows" in str(error)
+        assert is_odd and f"rank {comm.rank} received {sum(takes)} rows" in str(error)
         assert f"out has {sum(takes) + 1}" in str(error)
         assert not out.astype(bool).any()
     else:
-        assert not here
+        assert not is_odd
 
 
 def _values(case: Case, sender: int, rows: int) -> Array:

@@ -1,7 +1,7 @@
 """Gradients of the ordered verbs: the cases of both adapters, and their oracle in numpy.
 
 A verb is linear: the results of all ranks, one after another, are a matrix times the inputs of all ranks. The oracle
-makes this matrix in one process, from what the verb means, and so has the gradients of any loss.
+builds this matrix in one process, from the verb's definition, and so has the gradients of any loss.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What one rank must find: its input, its weights of the loss, its result, and both gradients."""
+    """The expected values of one rank: its input, its weights of the loss, its result, and both gradients."""
 
     x: Array
     weights: Array
@@ -170,7 +170,7 @@ class Expected:
 
 
 def expected(case: Case, rank: int, size: int) -> Expected:
-    """Return what a rank must find.
+    """Return a rank's expected values.
 
     The loss of a rank is the sum of weights * result**2; `gradient` is that of the sum of all losses. `second` is the
     gradient of the sum of all squares of all gradients.
@@ -208,17 +208,17 @@ def part(values: Array, xs: list[Array], rank: int) -> Array:
 
 
 def check(case: Case, comm: Any, differentiate: Callable[[Array, Array], tuple[Any, Any, Any]]) -> None:
-    """Compare the result, gradient and second gradient that `differentiate` finds with those of the oracle."""
-    wanted = expected(case, comm.rank, comm.size)
-    result, gradient, second = differentiate(wanted.x, wanted.weights)
-    for got, right in ((result, wanted.result), (gradient, wanted.gradient), (second, wanted.second)):
-        assert got.shape == right.shape and got.dtype == right.dtype
-        np.testing.assert_allclose(got, right, rtol=1e-12, atol=1e-12)
+    """Compare the result, gradient and second gradient from `differentiate` with the oracle's."""
+    correct = expected(case, comm.rank, comm.size)
+    result, gradient, second = differentiate(correct.x, correct.weights)
+    for actual, right in ((result, correct.result), (gradient, correct.gradient), (second, correct.second)):
+        assert actual.shape == right.shape and actual.dtype == right.dtype
+        np.testing.assert_allclose(actual, right, rtol=1e-12, atol=1e-12)
 
 
 def slopes(comm: Any, loss: Callable[[Array], float], x: Array, step: float = 1e-4) -> Array:
     """Return finite differences, across all ranks, of the sum of their losses with respect to this rank's input."""
-    found = np.zeros(x.size)
+    differences = np.zeros(x.size)
     for rank, size in enumerate(comm.all_gather_object(x.size)):
         for element in range(size):
             sums = []
@@ -228,5 +228,5 @@ def slopes(comm: Any, loss: Callable[[Array], float], x: Array, step: float = 1e
                     moved.reshape(-1)[element] += sign * step
                 sums.append(float(comm.all_reduce(np.array([loss(moved)]))[0]))
             if comm.rank == rank:
-                found[element] = (sums[0] - sums[1]) / (2 * step)
-    return found.reshape(x.shape)
+                differences[element] = (sums[0] - sums[1]) / (2 * step)
+    return differences.reshape(x.shape)

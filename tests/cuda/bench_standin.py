@@ -2,7 +2,7 @@
 
     mpiexec -n 2 python -m tests.cuda.bench_standin bench all_reduce --device cuda     # the command, on the stand-in
 
-Names and signatures are CuPy's. All memory is the host's, so torch's gloo and MPI work on it; all figures mean nothing.
+Names and signatures are CuPy's. All memory is the host's, so torch's gloo and MPI work on it; figures are meaningless.
 """
 
 from __future__ import annotations

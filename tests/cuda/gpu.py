@@ -28,12 +28,12 @@ class Gpu:
         return array
 
     def fetch(self, array: Any) -> Array:
-        """Return the values of an array, when what this thread's stream has been told so far is done."""
-        there = self.device.wrap(array, "fetch")
-        block = self.device.staging(there.nbytes)
-        self.device.copy(block, there)
+        """Return the values of an array once the work queued on this thread's stream has ended."""
+        wrapped = self.device.wrap(array, "fetch")
+        block = self.device.staging(wrapped.nbytes)
+        self.device.copy(block, wrapped)
         self.cupy.cuda.get_current_stream().synchronize()
-        values: Array = block.view(there.dtype).reshape(there.shape).copy()
+        values: Array = block.view(wrapped.dtype).reshape(wrapped.shape).copy()
         return values
 
     def fill(self, array: Any, value: int) -> None:
@@ -47,9 +47,9 @@ def gpu() -> Gpu:
 
     try:
         cupy = importlib.import_module("cupy")
-        found = bool(cupy.cuda.runtime.getDeviceCount())
+        has_gpu = bool(cupy.cuda.runtime.getDeviceCount())
     except Exception:  # not installed, or without a driver
-        found = False
-    if not found:
+        has_gpu = False
+    if not has_gpu:
         cupy = standin.install()
     return Gpu(device(), cupy)

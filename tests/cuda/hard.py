@@ -1,4 +1,4 @@
-"""Hard values of each dtype, and whether two arrays have the same bits."""
+"""Hard values of each dtype, and a bitwise comparison of arrays."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def values(dtype: str, count: int, seed: int) -> Any:
     random, kind = np.random.default_rng(seed), NUMPY[dtype]
     if dtype in COMPLEX:
         return values(f"float{4 * kind.itemsize}", 2 * count, seed).view(kind)
-    made: Any = random.integers(0, 256, count * kind.itemsize, np.uint8).view(kind)
-    which = random.integers(0, 4, count)
+    array: Any = random.integers(0, 256, count * kind.itemsize, np.uint8).view(kind)
+    choices = random.integers(0, 4, count)
     if dtype == "bool":
-        made.view(np.uint8)[which < 2] = 0  # the others are true, whatever byte they are
+        array.view(np.uint8)[choices < 2] = 0  # the others are true, whatever the byte
     elif dtype in INTEGERS:
-        made[which == 0] = np.iinfo(kind).max
-        made[which == 1] = np.iinfo(kind).min
-        made[which == 2] %= 5
+        array[choices == 0] = np.iinfo(kind).max
+        array[choices == 1] = np.iinfo(kind).min
+        array[choices == 2] %= 5
     else:
         with np.errstate(over="ignore"):
-            made[which < 2] = random.standard_normal(count).astype(kind)[which < 2]
-            made[which == 2] = random.choice(_SPECIAL, count).astype(kind)[which == 2]
-    return made
+            array[choices < 2] = random.standard_normal(count).astype(kind)[choices < 2]
+            array[choices == 2] = random.choice(_SPECIAL, count).astype(kind)[choices == 2]
+    return array
 
 
-def aside(x: Array, by: int) -> Array:
+def shifted(x: Array, by: int) -> Array:
     """Return a copy that begins `by` elements behind an address of 64 bytes."""
     memory = np.empty(x.nbytes + 64 + by * x.itemsize, np.uint8)
     start = -memory.ctypes.data % 64 + by * x.itemsize
@@ -42,13 +42,13 @@ def aside(x: Array, by: int) -> Array:
 
 
 def assert_same_bits(actual: Array, expected: Array) -> None:
-    """Assert that arrays are the same to the last bit, but that a NaN may be another NaN: machines differ in those."""
+    """Assert that arrays are the same to the last bit, except that NaNs may differ, as they do between machines."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     if actual.dtype.kind == "c":
         part = np.dtype(f"f{actual.itemsize // 2}")
         actual, expected = actual.view(part), expected.view(part)
     if actual.dtype in [NUMPY[name] for name in FLOATS]:
-        with np.errstate(invalid="ignore"):  # ml_dtypes' signals
+        with np.errstate(invalid="ignore"):  # ml_dtypes' warnings
             nan, found = np.isnan(expected), np.isnan(actual)
         np.testing.assert_array_equal(found, nan)
         actual, expected = (x.view(_BITS[x.itemsize])[~nan] for x in (actual, expected))

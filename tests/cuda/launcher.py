@@ -1,4 +1,4 @@
-"""HostLauncher: run the kernels of CUDA in memory of the host, at once."""
+"""HostLauncher: run CUDA kernels in host memory, at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HostLauncher:
         if workers == 0:
             return
         self.launches.append(kernel)
-        built = build.library(expand_source(source), build.written(defines), self.lanes)
+        built = build.library(expand_source(source), build.as_options(defines), self.lanes)
         build.run(built, kernel, min(workers, self.most_workers), [np.asarray(arg) for arg in args])
 
     def scratch(self, nbytes: int) -> Array:

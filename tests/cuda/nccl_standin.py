@@ -1,8 +1,8 @@
-"""A stand-in for cupy.cuda.nccl: MPI moves the data, when the stream comes to it.
+"""A stand-in for cupy.cuda.nccl: MPI moves the data when the stream reaches it.
 
-As NCCL does, it combines in the dtype of the arrays and in an order of its own (that of ranks, reversed), waits for all
-ranks when a communicator is made, and refuses ranks that share a GPU. All processes do at first; `share_gpus(False)`
-gives each one of its own.
+Like NCCL, it combines in the dtype of the arrays and in an order of its own (that of ranks, reversed), waits for all
+ranks when a communicator is created, and refuses ranks that share a GPU. All processes share one at first;
+`share_gpus(False)` gives each one its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def share_gpus(shared: bool) -> None:
 
 
 def bus_id(device: int) -> str:
-    """Return where this process' GPU is, by CUDA's word."""
+    """Return the location of this process' GPU, as CUDA reports it."""
     return f"0000:{os.getpid() % 0x10000 if any(_own) else 0:04x}{device:02x}:00.0"
 
 
@@ -69,10 +69,10 @@ class NcclCommunicator:
         if rank in broken:
             raise NcclError(2)
         folder = Path(tempfile.gettempdir(), f"commlib-nccl-{commId[:32].decode()}")
-        told = _meet(folder, ndev, rank)
-        if len({bus for _, bus in told}) < ndev and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        ranks = _exchange(folder, ndev, rank)
+        if len({bus for _, bus in ranks}) < ndev and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise NcclError(5)
-        members = MPI.COMM_WORLD.Get_group().Incl([int(world) for world, _ in told])
+        members = MPI.COMM_WORLD.Get_group().Incl([int(world) for world, _ in ranks])
         self._mpi: Any = MPI.COMM_WORLD.Create_group(members, tag=77)
         self._rank, self._size = rank, ndev
         self._mpi.Barrier()
@@ -123,7 +123,7 @@ class NcclCommunicator:
         result: Callable[[list[Array]], Array],
     ) -> None:
         calls.append(name)
-        mpi, late = self._mpi, standin.Stream.known[stream]
+        mpi, late_stream = self._mpi, standin.Stream.known[stream]
 
         def run() -> None:
             own = _array(*source, kind).copy()  # it may be a part of the target
@@ -136,20 +136,20 @@ class NcclCommunicator:
                         if request:
                             request.Cancel()
                             request.Wait()
-                    _left_behind.append((requests, own))
+                    _leftovers.append((requests, own))
                     return
                 time.sleep(20e-6)
             _array(*target, kind)[:] = result(list(everyone))[: target[1]]
 
         places = [_place(*target, kind)] if target[1] else []
-        standin.ENGINE.submit(late, places, [_place(*source, kind)], run, whole=True)
+        standin.ENGINE.submit(late_stream, places, [_place(*source, kind)], run, whole=True)
 
 
-_left_behind: list[Any] = []
+_leftovers: list[Any] = []
 
 
-def _meet(folder: Path, size: int, rank: int) -> list[list[str]]:
-    """Return what each rank of a group says of itself: its rank among all processes, and its GPU."""
+def _exchange(folder: Path, size: int, rank: int) -> list[list[str]]:
+    """Return each rank's description of itself: its rank among all processes, and its GPU."""
     from mpi4py import MPI
 
     folder.mkdir(exist_ok=True)
@@ -183,12 +183,12 @@ def _combined(everyone: list[Array], op: int) -> Array:
 
 
 def module(version: int = 23003) -> ModuleType:
-    """Return what `import cupy.cuda.nccl` gives."""
-    made = ModuleType("cupy.cuda.nccl")
-    vars(made).update({f"NCCL_{name.upper()}": number for number, name in enumerate(_DTYPES)})
-    vars(made).update({f"NCCL_{name}": number for number, (name, _) in enumerate(_OPERATIONS)})
-    vars(made).update(
+    """Return the result of `import cupy.cuda.nccl`."""
+    created = ModuleType("cupy.cuda.nccl")
+    vars(created).update({f"NCCL_{name.upper()}": number for number, name in enumerate(_DTYPES)})
+    vars(created).update({f"NCCL_{name}": number for number, (name, _) in enumerate(_OPERATIONS)})
+    vars(created).update(
         available=True, get_version=lambda: version, get_unique_id=get_unique_id, NcclCommunicator=NcclCommunicator,
         NcclError=NcclError,
     )  # fmt: skip
-    return made
+    return created

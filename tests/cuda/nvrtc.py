@@ -14,37 +14,37 @@ WHEELS = "cuda-bindings==12.9.* nvidia-cuda-nvrtc-cu12==12.9.*"
 
 
 def compiled(source: str, defines: Sequence[str], arch: str) -> tuple[bytes, str]:
-    """Return a source's machine code for "sm_90", or another; PTX for "compute_90"; and what the compiler said.
+    """Return a source's machine code for "sm_90", or another; PTX for "compute_90"; and the compiler's output.
 
-    Skips the test where there is no NVRTC, or one that does not know the architecture. Raises AssertionError with the
-    compiler's words if it refuses the source.
+    Skips the test where there is no NVRTC, or one that does not support the architecture. Raises AssertionError with
+    the compiler's message if it refuses the source.
     """
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         nvrtc.nvrtcVersion()  # loads the library
-    except Exception as missing:  # a library that is not there has an error of its own
+    except Exception as missing:  # a missing library raises an error of its own
         pytest.skip(f"there is no NVRTC here ({missing}): pip install {WHEELS}")
-    (known,) = _answer(nvrtc.nvrtcGetSupportedArchs())
-    if int(arch.split("_")[1]) not in known:
-        pytest.skip(f"this NVRTC compiles for {known}, not for {arch}: pip install {WHEELS}")
+    (architectures,) = _answer(nvrtc.nvrtcGetSupportedArchs())
+    if int(arch.split("_")[1]) not in architectures:
+        pytest.skip(f"this NVRTC compiles for {architectures}, not for {arch}: pip install {WHEELS}")
     (program,) = _answer(nvrtc.nvrtcCreateProgram(expand_source(source).encode(), source.encode(), 0, [], []))
     try:
-        told = [f"-arch={arch}", *OPTIONS, *(f"-D{define}" for define in defines)]
-        (refused,) = nvrtc.nvrtcCompileProgram(program, len(told), [option.encode() for option in told])
+        options = [f"-arch={arch}", *OPTIONS, *(f"-D{define}" for define in defines)]
+        (refused,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         log = bytearray(_answer(nvrtc.nvrtcGetProgramLogSize(program))[0])
         _answer(nvrtc.nvrtcGetProgramLog(program, log))
-        said = log.decode().rstrip("\0")
-        assert not refused, f"NVRTC refuses {source} ({' '.join(told)}):\n{said}"
+        output = log.decode().rstrip("\0")
+        assert not refused, f"NVRTC refuses {source} ({' '.join(options)}):\n{output}"
         kind = "PTX" if arch.startswith("compute") else "CUBIN"
         code = bytearray(_answer(getattr(nvrtc, f"nvrtcGet{kind}Size")(program))[0])
         _answer(getattr(nvrtc, f"nvrtcGet{kind}")(program, code))
-        return bytes(code), said
+        return bytes(code), output
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
 def _answer(returned: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a function returned behind its status."""
+    """Return a function's result without its status."""
     error, *answer = returned
     assert not error, error
     return tuple(answer)

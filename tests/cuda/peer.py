@@ -1,6 +1,6 @@
-"""A second rank in a process of its own, for tests that end it. As a program it shares memory, and does as it is told.
+"""A second rank in a process of its own, for tests that end it. As a program it shares memory, and follows commands.
 
-Ranks tell each other values by lines on its standard input and output.
+The ranks exchange values by lines on its standard input and output.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 Gather = Callable[[Any], list[Any]]
 
 
-def written(value: Any) -> str:
+def encode(value: Any) -> str:
     return base64.b64encode(pickle.dumps(value)).decode() + "\n"
 
 
-def read(line: str) -> Any:
+def decode(line: str) -> Any:
     return pickle.loads(base64.b64decode(line))
 
 
@@ -33,16 +33,16 @@ class Peer:
         assert self.process.stdin is not None and self.process.stdout is not None
         self._to, self._of = self.process.stdin, self.process.stdout
 
-    def tell(self, value: Any) -> None:
-        self._to.write(written(value))
+    def send(self, value: Any) -> None:
+        self._to.write(encode(value))
         self._to.flush()
 
-    def hear(self) -> Any:
-        return read(self._of.readline())
+    def receive(self) -> Any:
+        return decode(self._of.readline())
 
     def gather(self, value: Any) -> list[Any]:
-        self.tell(value)
-        return [value, self.hear()]
+        self.send(value)
+        return [value, self.receive()]
 
     def end(self) -> None:
         self.process.kill()
@@ -55,28 +55,28 @@ def main() -> None:
     from commlib.errors import TransportError
     from tests.cuda.gpu import gpu
 
-    def tell(value: Any) -> None:
-        sys.stdout.write(written(value))
+    def send(value: Any) -> None:
+        sys.stdout.write(encode(value))
         sys.stdout.flush()
 
     def gather(value: Any) -> list[Any]:
-        tell(value)
-        return [read(sys.stdin.readline()), value]
+        send(value)
+        return [decode(sys.stdin.readline()), value]
 
     device = gpu().device
     shared = []
     for line in sys.stdin:
-        if (order := read(line)) == "share":
+        if (order := decode(line)) == "share":
             try:
                 shared.append(device.share(4000, 1, gather))
             except TransportError as error:
-                tell(str(error))
+                send(str(error))
                 continue
             device.current().record()
-            tell("shared")
+            send("shared")
         elif order == "close":
             shared.pop().close()
-            tell("closed")
+            send("closed")
 
 
 if __name__ == "__main__":

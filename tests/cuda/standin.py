@@ -1,10 +1,10 @@
-"""A stand-in for CuPy on machines without a GPU: as much of it as commlib uses, of host memory, with work that is late.
+"""A stand-in for CuPy on machines without a GPU: as much of it as commlib uses, in host memory, with delayed work.
 
-`install()` makes `import cupy` find it. What is queued is done by the engine of the late device: until then the results
-are poison, and so is memory that is new or was given back, pinned memory too. It is stricter than CuPy where that lets
-faults be seen: kernels' arguments must be numpy scalars of the declared width, a process may not open its own IPC
-handle, and memory may not be freed while another process has it open (see `VIOLATIONS`). Names and signatures are
-compared with the real ones where CuPy is installed.
+`install()` makes `import cupy` find it. The late device's engine runs queued work: until then the results are poison,
+and so is memory that is new or was freed, pinned memory too. It is stricter than CuPy where that exposes faults:
+kernels' arguments must be numpy scalars of the declared width, a process may not open its own IPC handle, and memory
+may not be freed while another process has it open (see `VIOLATIONS`). Names and signatures are compared with the
+real ones where CuPy is installed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from tests.cuda.standin_memory import (
 )
 from tests.cuda.standin_streams import ENGINE, POISON, Device, Event, Stream, get_current_stream, numbers
 from tests.late.engine import EVERYWHERE
-from tests.late.signals import hear, tell
+from tests.late.signals import wait_for_words, write
 from tests.late.stream import LateStream
 
 __all__ = ["ENGINE", "POISON", "VIOLATIONS", "Device", "Event", "Nvrtc", "RawModule", "Stream", "install", "runtime"]
 
 
 class Nvrtc:
-    """cupy.cuda.nvrtc: what it makes is the text itself, which g++ compiles when it is loaded."""
+    """cupy.cuda.nvrtc: its output is the text itself, which g++ compiles when it is loaded."""
 
     NVRTCError = type("NVRTCError", (RuntimeError,), {})
     _programs: ClassVar[dict[int, Any]] = {}
@@ -87,7 +87,7 @@ class Nvrtc:
 
 
 class RawModule:
-    """cupy.RawModule of what `Nvrtc` has made."""
+    """cupy.RawModule of the output of `Nvrtc`."""
 
     def __init__(self, code: str | None = None, *, path: str | None = None, options: tuple[str, ...] = ()) -> None:
         assert code is None and path is not None and not options, "CuPy flushes denormal numbers in what it compiles"
@@ -98,7 +98,7 @@ class RawModule:
 
 
 class RawKernel:
-    """What `RawModule.get_function` returns."""
+    """The result of `RawModule.get_function`."""
 
     by_number: ClassVar[weakref.WeakValueDictionary[int, RawKernel]] = weakref.WeakValueDictionary()
 
@@ -115,13 +115,13 @@ class RawKernel:
 
     def submit(self, stream: LateStream, blocks: int, block: int, values: list[np.ndarray]) -> None:
         assert block <= 1024 and 0 < blocks < 1 << 31
-        # Its arguments may be addresses, of tables of addresses, too: what is queued after it waits for it.
+        # Its arguments may be addresses, also of tables of addresses: work queued after it waits for it.
         ENGINE.submit(
             stream, [], [], lambda: build.run(self._library, self.name, blocks * block, values), used=[EVERYWHERE]
         )
 
     def values_at(self, pointers: int) -> list[np.ndarray]:
-        """Return copies of a launch's arguments, from the addresses of where each of them is."""
+        """Return copies of a launch's arguments, given their addresses."""
         sizes = build.sizes(self._library, self.name)
         places = (ctypes.c_void_p * len(sizes)).from_address(pointers)
         return [np.array(np.void(ctypes.string_at(at, size))) for at, size in zip(places, sizes, strict=True)]
@@ -155,10 +155,10 @@ class Driver:
         for address in queued["address"]:
             if not any(at <= address and address + 4 <= at + each.nbytes for at, each in registered.items()):
                 return 1  # CUDA_ERROR_INVALID_VALUE
-        late = Stream.known[stream.value or 0]
+        stream_of_work = Stream.known[stream.value or 0]
         for operation, address, value, _ in queued.tolist():
-            work = tell if operation == WRITE_VALUE_32 else hear
-            late.queue.put(partial(work, [address], value))
+            work = write if operation == WRITE_VALUE_32 else wait_for_words
+            stream_of_work.queue.put(partial(work, [address], value))
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Memory of the stand-in for CuPy: its pool, pinned memory, arrays, and what other processes can open."""
+"""Memory of the stand-in for CuPy: its pool, pinned memory, arrays, and memory that other processes can open."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 from commlib.buffers import dlpack
 from commlib.buffers.shared_memory import Mapping, allocate
 from commlib.buffers.views import address_of
-from tests.cuda.standin_streams import ENGINE, GPUS, POISON, CUDARuntimeError, Stream, get_current_stream, here
-from tests.late.memory import GiveUp
+from tests.cuda.standin_streams import ENGINE, GPUS, POISON, CUDARuntimeError, Stream, current, get_current_stream
+from tests.late.memory import Release
 from tests.late.stream import LateStream
 
 VIOLATIONS: list[str] = []
@@ -27,7 +27,7 @@ class OutOfMemoryError(MemoryError):
 
 
 class _Pool:
-    """cupy.cuda.MemoryPool, as far as it can be asked."""
+    """cupy.cuda.MemoryPool, as far as it can be queried."""
 
     def __init__(self) -> None:
         self.used, self.limit = 0, 1 << 40
@@ -50,21 +50,21 @@ def get_default_memory_pool() -> _Pool:
 
 
 class Memory:
-    """Memory of the pool. It may be used again as soon as the stream on which it was made comes to its end."""
+    """Memory of the pool. It may be reused as soon as the stream that allocated it gets there."""
 
     def __init__(self, size: int) -> None:
         if _pool.used + size > _pool.limit:
             raise OutOfMemoryError(f"Out of memory allocating {size} bytes (allocated so far: {_pool.used} bytes)")
         raw = np.full(size + 511, POISON, np.uint8)
         start = -address_of(raw) % 512
-        self.ptr, self.size, self.device_id = address_of(raw) + start, size, here.device
+        self.ptr, self.size, self.device_id = address_of(raw) + start, size, current.device
         _pool.used += size
-        weakref.finalize(self, _give_up, get_current_stream().late, raw, size).atexit = False
+        weakref.finalize(self, _free_in_order, get_current_stream().late, raw, size).atexit = False
 
 
-def _give_up(stream: LateStream, raw: Any, size: int) -> None:
+def _free_in_order(stream: LateStream, raw: Any, size: int) -> None:
     _pool.used -= size
-    stream.queue.put(GiveUp(raw, POISON))
+    stream.queue.put(Release(raw, POISON))
 
 
 class UnownedMemory:
@@ -82,11 +82,11 @@ def alloc(size: int) -> MemoryPointer:
 
 
 def alloc_pinned_memory(size: int) -> Any:
-    """Return memory with the buffer protocol. When it is given up somebody else gets it, who writes to it at once."""
+    """Return memory with the buffer protocol. When freed, it is reused at once, and overwritten."""
     raw = np.full(size, POISON, np.uint8)
     kind: Any = type("PinnedMemoryPointer", (ctypes.c_uint8 * size,), {})
     memory = kind.from_buffer(raw)
-    weakref.finalize(memory, GiveUp(raw, POISON)).atexit = False
+    weakref.finalize(memory, Release(raw, POISON)).atexit = False
     return memory
 
 
@@ -137,20 +137,20 @@ class ndarray:
         return ndarray((stop - start, *self.shape[1:]), self.dtype, memory)
 
     def set(self, arr: Any) -> None:
-        """Copy an array of the host here, in the stream's order; it may be changed at once."""
-        kept = np.array(arr, self.dtype, order="C").reshape(self.shape)
+        """Copy a host array here, in the stream's order; it may be changed at once."""
+        copy = np.array(arr, self.dtype, order="C").reshape(self.shape)
         target = _place(self.data.ptr, self.nbytes)
         ENGINE.submit(
-            get_current_stream().late, [target], [], lambda: ctypes.memmove(target[0], address_of(kept), kept.nbytes)
+            get_current_stream().late, [target], [], lambda: ctypes.memmove(target[0], address_of(copy), copy.nbytes)
         )
 
     def get(self) -> Any:
-        """Return the values, when what this thread's stream has been told so far is done."""
+        """Return the values once the work queued on this thread's stream has ended."""
         get_current_stream().synchronize()
         return self.peek()
 
     def peek(self) -> Any:
-        """Return what is there now (CuPy has no such thing)."""
+        """Return the current values (CuPy has no such method)."""
         out = np.empty(self.shape, self.dtype)
         ctypes.memmove(address_of(out), self.data.ptr, out.nbytes)
         return out
@@ -190,8 +190,8 @@ class _Shared:
         return [process for process, times in pairs if times and os.path.exists(f"/proc/{process}")]
 
 
-_made: dict[int, _Shared] = {}
-_open: dict[int, _Shared] = {}
+_allocated: dict[int, _Shared] = {}
+_opened: dict[int, _Shared] = {}
 
 
 def _malloc(size: int) -> int:
@@ -201,19 +201,19 @@ def _malloc(size: int) -> int:
     allocate(path, size + _Shared.HEADER)
     memory = _Shared(path, size, descriptor)
     ctypes.memset(memory.address, POISON, size)
-    _made[memory.address] = memory
+    _allocated[memory.address] = memory
     return memory.address
 
 
 def _free(ptr: int) -> None:
-    memory = _made.pop(ptr)
+    memory = _allocated.pop(ptr)
     if others := memory.opened():
         VIOLATIONS.append(f"memory was freed that these processes had open: {others}")
     os.close(memory.descriptor)
 
 
 def _ipc_get_handle(devPtr: int) -> bytes:
-    memory = _made[devPtr]
+    memory = _allocated[devPtr]
     return struct.pack("<QQQ40x", os.getpid(), memory.descriptor, memory.nbytes)
 
 
@@ -226,12 +226,12 @@ def _ipc_open_handle(handle: bytes, flags: int = 1) -> int:
     except OSError as error:
         raise CUDARuntimeError(f"cudaErrorInvalidValue: {error}") from error
     memory.count(1)
-    _open[memory.address] = memory
+    _opened[memory.address] = memory
     return memory.address
 
 
 def _ipc_close_handle(devPtr: int) -> None:
-    memory = _open.pop(devPtr)
+    memory = _opened.pop(devPtr)
     memory.count(-1)
 
 
@@ -240,7 +240,7 @@ def _memset(ptr: int, value: int, size: int) -> None:
 
 
 class _Registered:
-    """Memory of the host that the GPU addresses. Other processes may, too."""
+    """Host memory that the GPU can address. Other processes may, too."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address, self.nbytes = address, nbytes
@@ -267,10 +267,10 @@ runtime = SimpleNamespace(
     memcpyDefault=4,
     cudaDevAttrMultiProcessorCount=16,
     cudaDevAttrCanUseHostPointerForRegisteredMem=91,
-    getDevice=lambda: here.device,
+    getDevice=lambda: current.device,
     getDeviceCount=lambda: GPUS,
     deviceGetAttribute=lambda attrib, device: {16: 2, 91: 1}[attrib],
-    memGetInfo=lambda: (_pool.limit - _pool.used - sum(memory.nbytes for memory in _made.values()), _pool.limit),
+    memGetInfo=lambda: (_pool.limit - _pool.used - sum(memory.nbytes for memory in _allocated.values()), _pool.limit),
     memcpyAsync=_memcpy_async,
     memset=_memset,
     malloc=_malloc,

@@ -23,22 +23,22 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
-class Here(threading.local):
-    """What is current in a thread."""
+class Current(threading.local):
+    """The device and streams that are current in a thread."""
 
     def __init__(self) -> None:
         self.device = 0
         self.streams: dict[int, Any] = {}
 
 
-here = Here()
+current = Current()
 
 
 class Device:
     """cupy.cuda.Device."""
 
     def __init__(self, device: int | None = None) -> None:
-        self.id = here.device if device is None else device
+        self.id = current.device if device is None else device
         if not 0 <= self.id < GPUS:
             raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
         self._before: list[int] = []
@@ -46,18 +46,18 @@ class Device:
     compute_capability = "90"
 
     def use(self) -> None:
-        here.device = self.id
+        current.device = self.id
 
     def __enter__(self) -> Device:
-        self._local().append(here.device)
+        self._local().append(current.device)
         self.use()
         return self
 
     def __exit__(self, *args: object) -> None:
-        here.device = self._local().pop()
+        current.device = self._local().pop()
 
     def _local(self) -> list[int]:  # one object may be entered by several threads
-        entered: list[int] = here.__dict__.setdefault("entered", [])
+        entered: list[int] = current.__dict__.setdefault("entered", [])
         return entered
 
 
@@ -112,16 +112,16 @@ class Stream:
         self.late.record().block()
 
     def __enter__(self) -> Stream:
-        here.__dict__.setdefault("before", []).append(get_current_stream())
-        here.streams[here.device] = self
+        current.__dict__.setdefault("before", []).append(get_current_stream())
+        current.streams[current.device] = self
         return self
 
     def __exit__(self, *args: object) -> None:
-        here.streams[here.device] = here.__dict__["before"].pop()
+        current.streams[current.device] = current.__dict__["before"].pop()
 
 
 Stream.null = Stream(null=True)
 
 
 def get_current_stream(device_id: int = -1) -> Any:
-    return here.streams.get(here.device if device_id == -1 else device_id, Stream.null)
+    return current.streams.get(current.device if device_id == -1 else device_id, Stream.null)

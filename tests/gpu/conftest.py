@@ -1,4 +1,4 @@
-"""Fixtures for tests of GPUs: on a real one where there is one, else on CuPy's stand-in, which is host memory."""
+"""Fixtures for tests of GPUs: on a real one where available, else on CuPy's stand-in, which is host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["tests.plugins.multirank"]
 
-# What a machine with a GPU must have, lest it test the stand-in and nobody sees.
+# What a machine with a GPU must have, so that it does not test the stand-in unnoticed.
 REAL = os.environ.pop("COMMLIB_TEST_GPU", "") == "real"
 
 
@@ -24,15 +24,15 @@ REAL = os.environ.pop("COMMLIB_TEST_GPU", "") == "real"
 def gpu() -> Gpu:
     from tests.cuda.gpu import gpu
 
-    found = gpu()
-    if REAL and not found.is_real:
+    this_gpu = gpu()
+    if REAL and not this_gpu.is_real:
         pytest.exit("COMMLIB_TEST_GPU=real, and this process finds no GPU", returncode=3)
-    return found
+    return this_gpu
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def comm(request: pytest.FixtureRequest, gpu: Gpu) -> Iterator[Communicator]:
-    """All ranks; their GPUs reach each other's memory, or memory of the host between them, or all goes through that."""
+    """All ranks; with peer access to their GPUs' memory, with host memory between them, or with everything staged."""
     import commlib
     from commlib.communicator import Communicator
     from commlib.config.settings import Config

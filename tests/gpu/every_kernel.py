@@ -1,4 +1,4 @@
-"""Arguments for every kernel, for tests on a GPU: few of each kind, those that need a rule among them."""
+"""Arguments for every kernel, for tests on a GPU: few of each kind, including those that need a rule."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def make_add_momentum():
 
 
 def residuals(count: int, *, in_place: bool = True) -> list[tuple[Any, Any]]:
-    """Return residuals before and after: none, two arrays, and one that is both."""
+    """Return residuals before and after: none, two arrays, and the same array twice."""
     one = values_of("normal", count, 9)
     return [(None, None), (one.copy(), np.zeros(count, np.float32)), *[(one, one)] * in_place]
 
@@ -168,8 +168,8 @@ def make_read_sparse():
     for value, add in itertools.product(VALUES, (False, True)):
         payload = np.zeros(host_sparse.max_bytes(COUNT, 500, VALUES[value]), np.uint8)
         used = HOST.largest(values_of("normal", COUNT), None, None, 500, value, payload)
-        for given in (payload[:used].copy(), payload[: used - 3].copy()):
-            yield given, value, np.zeros(COUNT, np.float32), add
+        for data in (payload[:used].copy(), payload[: used - 3].copy()):
+            yield data, value, np.zeros(COUNT, np.float32), add
         yield payload[:used].copy(), value, np.zeros(100, np.float32), add
         yield payload[:used].copy(), next(other for other in VALUES if other != value), np.zeros(COUNT, np.float32), add
 
@@ -217,7 +217,7 @@ def make_copy_blocks():
 
 
 def rows_of(dtype: str, width: int) -> tuple[Any, Any, Any]:
-    """Return 30 rows here and 20 there, and factors of those here."""
+    """Return 30 local rows and 20 remote ones, and factors of the local ones."""
     return values(dtype, 30 * width, 1), values(dtype, 20 * width, 2), values("float32", 30, 3)
 
 
@@ -227,18 +227,18 @@ def places_of_rows(count: int) -> Any:
 
 def make_take_rows():
     for dtype, width in itertools.product(FLOATS, (1, 65, 512)):
-        here, there, factors = rows_of(dtype, width)
+        local, remote, factors = rows_of(dtype, width)
         for by in (None, factors):
-            yield here, there, by, places_of_rows(50), width, np.zeros(50 * width, NUMPY[dtype])
+            yield local, remote, by, places_of_rows(50), width, np.zeros(50 * width, NUMPY[dtype])
 
 
 def make_sum_rows():
     starts = np.cumsum([0, *np.arange(40) % 5]).astype(np.int32)
     for dtype, width in itertools.product(FLOATS, (1, 65, 512)):
-        here, there, factors = rows_of(dtype, width)
+        local, remote, factors = rows_of(dtype, width)
         for by in (None, factors):
             target = np.zeros((len(starts) - 1) * width, NUMPY[dtype])
-            yield here, there, by, starts, places_of_rows(int(starts[-1])), width, target
+            yield local, remote, by, starts, places_of_rows(int(starts[-1])), width, target
 
 
 def make_multiply_rows():

@@ -1,7 +1,7 @@
-"""A pytest plugin that writes how each test went, a line of JSON when it has ended: `-p tests.gpu.outcomes`.
+"""A pytest plugin that writes each test's outcome as a line of JSON when it ends: `-p tests.gpu.outcomes`.
 
-The file is that of the variable GPU_TEST_OUTCOMES. Of several ranks the first writes. What hangs later, or ends the
-process, leaves the lines of those before.
+The variable GPU_TEST_OUTCOMES names the file. Among several ranks, rank 0 writes. If a later test hangs or ends the
+process, the earlier lines remain.
 """
 
 from __future__ import annotations

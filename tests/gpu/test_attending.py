@@ -1,4 +1,4 @@
-"""Attention of blocks on a GPU: CUDA's operators do what the ring expects of them, and a ring runs them."""
+"""Attention of blocks on a GPU: CUDA's operators do what the ring expects, and a ring runs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_operators(gpu: Any, dtype: Any) -> None:
     assert trial(EfficientAttention(), torch.device("cuda", gpu.device.index), dtype) == ""
 
 
-def test_what_attends(gpu: Any) -> None:
+def test_which_operators_are_used(gpu: Any) -> None:
     where = torch.device("cuda", gpu.device.index)
     for dtype in HALVES_AND_SINGLE:
         assert isinstance(choose_kernel(torch.zeros(1, dtype=dtype, device=where)), EfficientAttention)

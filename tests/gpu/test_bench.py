@@ -1,4 +1,4 @@
-"""`commlib bench --device cuda`: every contender is right in every verb, and is timed by both clocks."""
+"""`commlib bench --device cuda`: every contender is correct for every verb, and is timed by both clocks."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ def memory(gpu, comm):
 
         bench_standin.install()
     with ExitStack() as stack:
-        found = choose_memory(stack, "cuda", comm)
+        device_memory = choose_memory(stack, "cuda", comm)
         join_peers(stack, PEERS, comm, WORLD)
-        yield found
+        yield device_memory
 
 
 def session(comm, memory, verb, **options):
     options = {"sizes": (5000,), "rounds": 1, "iters": 2, **options}
-    made = Session(comm, WORLD, check(BenchOptions(verb, device="cuda", **options), comm.size), memory=memory)
-    made.probe()
-    return made
+    benchmark = Session(comm, WORLD, check(BenchOptions(verb, device="cuda", **options), comm.size), memory=memory)
+    benchmark.probe()
+    return benchmark
 
 
 def expected(gpu, *missing):
-    """On the stand-in all contenders work; a real machine may have no NCCL among its ranks, or no CUDA-aware MPI."""
+    """Return the contenders that must work: all on the stand-in; a real machine may lack NCCL or CUDA-aware MPI."""
     names = {OURS, "ordinary", *PEERS} - set(missing)
     return names if not gpu.is_real else names - {"nccl", "mpi"}
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "barrier"])
-def test_every_contender_is_right(gpu, comm, memory, verb):
-    made = session(comm, memory, verb, peers=(*PEERS, "ordinary"))
-    [(dtype, op, nbytes)] = made.plan()
-    case = made.case(dtype, op, nbytes)
-    contenders = made.contenders(case)
+def test_every_contender_is_correct(gpu, comm, memory, verb):
+    benchmark = session(comm, memory, verb, peers=(*PEERS, "ordinary"))
+    [(dtype, op, nbytes)] = benchmark.plan()
+    case = benchmark.case(dtype, op, nbytes)
+    contenders = benchmark.contenders(case)
     missing = ("gloo",) if verb == "send_recv" and comm.size == 1 else ()
-    assert set(contenders) >= expected(gpu, *missing), made.notes
+    assert set(contenders) >= expected(gpu, *missing), benchmark.notes
     wrong = {name: wrong_elements(WORLD, own, call, memory.timer(name)) for name, (own, call) in contenders.items()}
     assert set(wrong.values()) == {0}, wrong
     assert contenders[OURS][0] is not contenders["ordinary"][0]
 
 
 def test_a_contender_that_does_nothing_is_wrong(comm, memory):
-    made = session(comm, memory, "all_reduce")
-    made.makers[OURS] = lambda case: lambda: None
-    [row] = made.rows()
+    benchmark = session(comm, memory, "all_reduce")
+    benchmark.makers[OURS] = lambda case: lambda: None
+    [row] = benchmark.rows()
     assert mistakes([row]) > 0
 
 
@@ -95,9 +95,11 @@ def test_both_clocks_and_the_bound(comm, memory, way):
 
 
 def test_half_precision(gpu, comm, memory):
-    made = session(comm, memory, "all_reduce", dtypes=("bfloat16",), ops=("sum", "max"), peers=(*PEERS, "ordinary"))
-    rows = list(made.rows())
+    benchmark = session(
+        comm, memory, "all_reduce", dtypes=("bfloat16",), ops=("sum", "max"), peers=(*PEERS, "ordinary")
+    )
+    rows = list(benchmark.rows())
     assert len(rows) == 2
     for row in rows:
         assert set(row.seconds) >= expected(gpu, "mpi") and row.wrong is not None and set(row.wrong.values()) == {0}
-    assert any(note.startswith("mpi: no bfloat16 sum here: ") for note in made.notes)
+    assert any(note.startswith("mpi: no bfloat16 sum here: ") for note in benchmark.notes)

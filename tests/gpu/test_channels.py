@@ -1,4 +1,4 @@
-"""Channels between the ranks' GPUs, and by way of the host."""
+"""Channels between the ranks' GPUs, and through the host."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from commlib.p2p.device.sender import free_unused
 from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.schedule import chain, make
 from tests.bodies import device_channels
-from tests.bodies.pipelines import ArrayStage, ArraysThere, batch_of, expected
+from tests.bodies.pipelines import ArraysOnDevice, ArrayStage, batch_of, expected
 
 pytestmark = pytest.mark.ranks(min=2)
 
 
 @pytest.mark.parametrize("check", device_channels.ALL, ids=lambda check: check.__name__)
-def test_of_every_channel(comm, gpu, check):
+def test_channel_bodies(comm, gpu, check):
     try:
         if comm.rank < 2:
             check(comm, 1 - comm.rank, gpu, gpu.device)
@@ -24,10 +24,10 @@ def test_of_every_channel(comm, gpu, check):
         comm.barrier()
 
 
-def test_a_side_that_raises(comm, gpu, monkeypatch):
+def test_one_side_raises(comm, gpu, monkeypatch):
     try:
         if comm.rank < 2:
-            device_channels.a_side_that_raises(comm, 1 - comm.rank, gpu, gpu.device, monkeypatch)
+            device_channels.one_side_raises(comm, 1 - comm.rank, gpu, gpu.device, monkeypatch)
     finally:
         comm.barrier()
 
@@ -44,15 +44,15 @@ def test_memory_is_given_back(comm, gpu):
 
     try:
         if comm.rank < 2:
-            device_channels.memory_is_given_back(comm, 1 - comm.rank, gpu, gpu.device, free)
+            device_channels.memory_is_freed(comm, 1 - comm.rank, gpu, gpu.device, free)
     finally:
         comm.barrier()
 
 
 @pytest.mark.parametrize(
-    "check", [device_channels.a_stream_that_waits_in_vain, device_channels.a_failed_channel_lets_streams_go]
+    "check", [device_channels.a_stream_waits_in_vain, device_channels.a_failed_channel_releases_streams]
 )
-def test_streams_that_wait_in_vain(comm, gpu, monkeypatch, check):
+def test_streams_wait_in_vain(comm, gpu, monkeypatch, check):
     try:
         if comm.rank < 2 and comm.config.device_peers:
             check(comm, 1 - comm.rank, gpu, gpu.device, monkeypatch)
@@ -65,7 +65,7 @@ def test_a_pipeline(comm, gpu, name):
     schedule = make(name, comm.size, 6)
     links = chain(schedule.stages)
     stages = {stage: ArrayStage(stage, links, batch_of) for stage in schedule.stages_of(comm.rank)}
-    pipe = Pipe(comm, schedule, links, stages, ArraysThere(gpu, gpu.device))
+    pipe = Pipe(comm, schedule, links, stages, ArraysOnDevice(gpu, gpu.device))
     for _ in range(3):
         pipe.train()
     losses, gradients = expected(links, schedule.stages, range(6))

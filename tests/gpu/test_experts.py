@@ -1,4 +1,4 @@
-"""Rows of experts on GPUs, between their memories and by way of the host: bit for bit those of the host's exchange."""
+"""Experts' rows on GPUs, between their memories and through the host: the same bits as the host's exchange."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_body(comm: Any, gpu: Any, body: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_mean_something_else(comm: Any, gpu: Any) -> None:
-    experts_there.other_meanings(comm, gpu.put)
+def test_ranks_that_disagree(comm: Any, gpu: Any) -> None:
+    experts_there.ranks_that_disagree(comm, gpu.put)
 
 
 @EACH_WAY
@@ -50,9 +50,9 @@ def test_nothing_grows(comm: Any, gpu: Any, calls: int) -> None:
 
     before = pages = 0
     for step in range(calls):
-        passage, rows, came, _ = exchange.dispatch("one", assigned, x, gates)
-        exchange.dispatch_back("one", passage, exchange.combine_back("one", passage, x), came)
-        y = exchange.combine("one", passage, rows, came)
+        passage, rows, received_gates, _ = exchange.dispatch("one", assigned, x, gates)
+        exchange.dispatch_back("one", passage, exchange.combine_back("one", passage, x), received_gates)
+        y = exchange.combine("one", passage, rows, received_gates)
         if step == calls // 3:
             before, pages = free(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if step % 20 == 0:

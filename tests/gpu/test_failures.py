@@ -1,4 +1,4 @@
-"""What goes wrong on a rank's GPU is told to the others, with its rank; a failed group lets its streams go."""
+"""Failures of a rank's GPU: the others get an error that names the rank; a failed group releases its streams."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def failing(request: pytest.FixtureRequest, gpu) -> Iterator[Communicator]:
     world.barrier()
 
 
-def test_a_gpu_that_is_lost(failing, gpu, monkeypatch):
-    """The rank that lost it has CUDA's error, and the others its rank and that error."""
+def test_a_lost_gpu(failing, gpu, monkeypatch):
+    """Its rank gets CUDA's error, and the others the rank and that error."""
     comm, runtime = failing, gpu.cupy.cuda.runtime
     x = gpu.put(np.ones(100_000, np.float32))
     comm.all_reduce(x)
@@ -59,9 +59,9 @@ def test_other_calls(failing, gpu):
 
 
 def test_arrays_of_the_host_and_of_a_gpu(failing, gpu):
-    here, there = np.ones(4, np.float32), gpu.put(np.ones(4, np.float32))
+    on_host, on_gpu = np.ones(4, np.float32), gpu.put(np.ones(4, np.float32))
     with pytest.raises(UsageError, match="x is on cuda and out on host"):
-        failing.all_reduce(there, out=here)
+        failing.all_reduce(on_gpu, out=on_host)
     with pytest.raises(MismatchError, match="device=cuda"):
-        failing.all_reduce(there if failing.rank else here)
+        failing.all_reduce(on_gpu if failing.rank else on_host)
     failing.close()

@@ -1,4 +1,4 @@
-"""Nothing grows, neither a GPU's memory nor the host's, however often verbs are called and arrays made and dropped."""
+"""Memory growth: neither a GPU's memory nor the host's grows with calls and temporary arrays."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_calls(comm, gpu, calls):
 
 
 def test_symmetric_memory(comm, gpu):
-    """It is freed when all ranks have dropped it, which is settled when the next is made."""
+    """It is freed when all ranks have dropped it, which is settled when the next one is allocated."""
 
     def make_and_drop(times):
         for _ in range(times):
@@ -57,4 +57,4 @@ def test_symmetric_memory(comm, gpu):
     comm.barrier()
     after = free(gpu)
     comm.barrier()
-    assert before - after <= 2_000_000 * comm.size  # on one GPU that of all ranks, and two at a time at most
+    assert before - after <= 2_000_000 * comm.size  # on a single GPU, all ranks' memory, and two at a time at most

@@ -1,4 +1,4 @@
-"""NCCL between GPUs of their own: every verb that it has, what it refuses, and who may choose it.
+"""NCCL between separate GPUs: every verb that it has, what it refuses, and who may choose it.
 
 On a machine with one GPU its ranks share that, where NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL is new enough.
 """
@@ -31,7 +31,7 @@ SHAPES = ((), (0,), (5, 3), (70_001,))
 
 
 def group(gpu, **settings):
-    """Return a new group of all ranks, whose GPUs do not reach each other's memory."""
+    """Return a new group of all ranks, whose GPUs have no peer access."""
     world = commlib.init()
     settings = {"timeout": 20.0, "device_peers": False, **settings}
     return Communicator(MpiTransport(world.native.Dup()), Runtime(Config(**settings), world.runtime.ranks_on_node))
@@ -46,19 +46,19 @@ def comm(gpu):
         if len(set(places)) < world.size and not shares:
             pytest.skip("NCCL wants a GPU for each rank, or NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30")
     nccl_standin.share_gpus(False)
-    made = group(gpu)
-    yield made
-    made.close()
+    created = group(gpu)
+    yield created
+    created.close()
     nccl_standin.share_gpus(True)
 
 
 @pytest.fixture
-def there(comm, gpu):
+def on_gpu(comm, gpu):
     return OnDevice(comm, gpu)
 
 
 def reducible(size):
-    """Return (dtype, op) that NCCL reduces among so many ranks, as commlib promises."""
+    """Return the pairs of dtype and op that NCCL reduces among so many ranks as commlib promises."""
     return [
         (dtype, op)
         for dtype, op in REDUCIBLE
@@ -66,24 +66,24 @@ def reducible(size):
     ]
 
 
-def test_reductions(there, gpu):
-    size = there.size
+def test_reductions(on_gpu, gpu):
+    size = on_gpu.size
     for dtype, op in reducible(size):
         before = len(nccl_standin.calls)
         for shape in SHAPES:
-            checks.all_reduce(there, dtype, shape, op, algorithm="nccl")
-        checks.reduce(there, dtype, (70_001,), op, root=size - 1, algorithm="nccl")
-        checks.reduce_scatter(there, dtype, (300 * size, 3), op, algorithm="nccl")
+            checks.all_reduce(on_gpu, dtype, shape, op, algorithm="nccl")
+        checks.reduce(on_gpu, dtype, (70_001,), op, root=size - 1, algorithm="nccl")
+        checks.reduce_scatter(on_gpu, dtype, (300 * size, 3), op, algorithm="nccl")
         assert gpu.is_real or len(nccl_standin.calls) > before
     assert {"float16", "bfloat16", "float32", "float64", "int8", "uint64"} <= {dtype for dtype, _ in reducible(size)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_movement(there, dtype):
-    """Bytes: any dtype."""
+def test_movement(on_gpu, dtype):
+    """As bytes: any dtype."""
     for shape in SHAPES:
-        checks.broadcast(there, dtype, shape, root=there.size - 1, algorithm="nccl")
-        checks.all_gather(there, dtype, shape, algorithm="nccl")
+        checks.broadcast(on_gpu, dtype, shape, root=on_gpu.size - 1, algorithm="nccl")
+        checks.all_gather(on_gpu, dtype, shape, algorithm="nccl")
 
 
 def test_async_twins(comm, gpu):
@@ -102,15 +102,15 @@ def test_all_gather_in_place(comm, gpu):
 @pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_half_precision_is_rounded_once(comm, gpu, op):
-    """NCCL itself would round 2048 + 1 to 2048, on the way to either side."""
+    """NCCL itself would round 2048 + 1 to 2048, in either direction."""
     x = gpu.put(np.full(700, 2048 if comm.rank == 1 else 1, np.float16))
-    got = gpu.fetch(comm.all_reduce(x, op, algorithm="nccl"))
+    actual = gpu.fetch(comm.all_reduce(x, op, algorithm="nccl"))
     expected = np.float16((2047 + comm.size) / (comm.size if op == "mean" else 1))
-    np.testing.assert_array_equal(got, np.full(700, expected, np.float16))
+    np.testing.assert_array_equal(actual, np.full(700, expected, np.float16))
 
 
 def test_it_is_chosen_where_memory_is_not_shared(comm, gpu):
-    """For whatever it does as commlib promises, among several ranks; not for NaN's sake for minima of floats."""
+    """For all that it does as commlib promises, among several ranks; not for minima of floats, because of NaN."""
     if gpu.is_real:
         pytest.skip("only the stand-in counts calls")
     size = comm.size
@@ -154,7 +154,7 @@ def test_it_is_chosen_where_memory_is_not_shared(comm, gpu):
         ("float32", lambda comm, x: comm.all_to_all(x, algorithm="nccl"), "it supports only all_reduce, reduce"),
     ],
 )
-def test_what_it_does_not_have(comm, gpu, dtype, call, reason):
+def test_unsupported_calls(comm, gpu, dtype, call, reason):
     x = gpu.put(np.ones((comm.size, 7), dtype))
     with pytest.raises(UsageError, match=f"algorithm 'nccl': {reason}"):
         call(comm, x)
@@ -173,26 +173,26 @@ def test_arrays_of_the_host_are_refused(comm):
 
 
 @pytest.fixture
-def apart(comm, gpu):
-    """A group that finds out for itself, on the stand-in."""
+def private(comm, gpu):
+    """A group that detects NCCL by itself, on the stand-in."""
     if gpu.is_real:
         pytest.skip("only the stand-in can be broken")
-    made = group(gpu)
-    yield made
-    made.close()
+    created = group(gpu)
+    yield created
+    created.close()
     nccl_standin.share_gpus(False)
     nccl_standin.broken.clear()
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_share_a_gpu_are_refused(apart, gpu, monkeypatch):
-    """Unless the user lets them; calls that do not name it go another way, and the group goes on."""
+def test_ranks_that_share_a_gpu_are_refused(private, gpu, monkeypatch):
+    """Unless the user allows it; calls that do not name it take another path, and the group remains usable."""
     nccl_standin.share_gpus(True)
     x = gpu.put(np.full(700, 1.0, np.float32))
     for _ in range(2):
         with pytest.raises(UsageError, match=r"ranks 0-\d share the GPU 0000:00.*NCCL_MULTI_RANK_GPU_ENABLE=1"):
-            apart.all_reduce(x, algorithm="nccl")
-        np.testing.assert_array_equal(gpu.fetch(apart.all_reduce(x)), np.full(700, apart.size, np.float32))
+            private.all_reduce(x, algorithm="nccl")
+        np.testing.assert_array_equal(gpu.fetch(private.all_reduce(x)), np.full(700, private.size, np.float32))
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     other = group(gpu)
     np.testing.assert_array_equal(gpu.fetch(other.all_reduce(x, algorithm="nccl")), np.full(700, other.size))
@@ -200,79 +200,79 @@ def test_ranks_that_share_a_gpu_are_refused(apart, gpu, monkeypatch):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_has_none(apart, gpu, monkeypatch):
-    if apart.rank == 1:
+def test_a_rank_without_nccl(private, gpu, monkeypatch):
+    if private.rank == 1:
         monkeypatch.setattr(library(), "available", False)
     x = gpu.put(np.ones(700, np.float32))
     with pytest.raises(UsageError, match=r"algorithm 'nccl': CuPy finds no NCCL: .* \(rank 1\)"):
-        apart.all_reduce(x, algorithm="nccl")
-    np.testing.assert_array_equal(gpu.fetch(apart.all_reduce(x)), np.full(700, apart.size, np.float32))
+        private.all_reduce(x, algorithm="nccl")
+    np.testing.assert_array_equal(gpu.fetch(private.all_reduce(x)), np.full(700, private.size, np.float32))
 
 
 @pytest.mark.ranks(min=2)
-def test_versions_that_differ(apart, gpu, monkeypatch):
-    monkeypatch.setattr(library(), "get_version", lambda: 22000 + apart.rank)
+def test_versions_that_differ(private, gpu, monkeypatch):
+    monkeypatch.setattr(library(), "get_version", lambda: 22000 + private.rank)
     with pytest.raises(UsageError, match="must be the same on all ranks: 22000 on rank 0; 22001 on rank 1"):
-        apart.broadcast(gpu.put(np.ones(7)), algorithm="nccl")
+        private.broadcast(gpu.put(np.ones(7)), algorithm="nccl")
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_cannot_join(apart, gpu, monkeypatch, caplog):
+def test_a_rank_that_cannot_join(private, gpu, monkeypatch, caplog):
     """The others wait for it in NCCL, where nothing can interrupt them; but not for ever."""
     monkeypatch.setattr(nccl, "SECONDS", 1.0)
-    nccl_standin.broken.add(apart.size - 1)
+    nccl_standin.broken.add(private.size - 1)
     x = gpu.put(np.full(700, 1.0, np.float32))
     with caplog.at_level(logging.WARNING, "commlib"):
-        np.testing.assert_array_equal(gpu.fetch(apart.all_reduce(x)), np.full(700, apart.size, np.float32))
-    if apart.rank == 0:
+        np.testing.assert_array_equal(gpu.fetch(private.all_reduce(x)), np.full(700, private.size, np.float32))
+    if private.rank == 0:
         assert "NCCL is not used: rank 0: NCCL: not all of" in caplog.text and "unhandled system error" in caplog.text
     with pytest.raises(UsageError, match="unhandled system error; set NCCL_DEBUG=WARN for details"):
-        apart.all_reduce(x, algorithm="nccl")
+        private.all_reduce(x, algorithm="nccl")
 
 
-def test_its_own_errors_are_ours(apart, gpu, monkeypatch):
+def test_its_errors_become_commlibs(private, gpu, monkeypatch):
     x = gpu.put(np.ones(7))
-    apart.broadcast(x, algorithm="nccl")
+    private.broadcast(x, algorithm="nccl")
 
     def fail(self, *arguments):
         raise nccl_standin.NcclError(5)
 
     monkeypatch.setattr(nccl_standin.NcclCommunicator, "check_async_error", fail)
     with pytest.raises(TransportError, match="NCCL: NcclError: NCCL_ERROR_INVALID_USAGE"):
-        apart.broadcast(x, algorithm="nccl")
+        private.broadcast(x, algorithm="nccl")
 
 
 @pytest.mark.ranks(min=2)
-def test_parts_of_the_ranks_and_their_end(apart, gpu):
-    """Each group has a communicator of its own; what was dropped ends when the ranks next meet."""
-    ended = []
+def test_subgroups_and_their_end(private, gpu):
+    """Each group has a communicator of its own; a dropped one ends when the ranks next communicate."""
+    destroyed = []
     destroy = nccl_standin.NcclCommunicator.destroy
 
     def counting(self):
-        ended.append(self)
+        destroyed.append(self)
         destroy(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl_standin.NcclCommunicator, "destroy", counting)
-        part = apart.split(apart.rank % 2)
-        x = gpu.put(np.full(7, apart.rank + 1.0))
-        expected = sum(rank + 1.0 for rank in range(apart.rank % 2, apart.size, 2))
+        part = private.split(private.rank % 2)
+        x = gpu.put(np.full(7, private.rank + 1.0))
+        expected = sum(rank + 1.0 for rank in range(private.rank % 2, private.size, 2))
         np.testing.assert_array_equal(gpu.fetch(part.all_reduce(x, algorithm="nccl")), np.full(7, expected))
         part.close()
-        assert len(ended) == 1
-        part = apart.split(0)
+        assert len(destroyed) == 1
+        part = private.split(0)
         part.all_reduce(x, algorithm="nccl")
         del part
         gc.collect()
-        assert len(ended) == 1
+        assert len(destroyed) == 1
         for _ in range(2):
-            apart.split(0).close()
-        assert len(ended) == 2
+            private.split(0).close()
+        assert len(destroyed) == 2
 
 
 @pytest.mark.ranks(min=2)
-def test_a_stream_that_waits_for_ever_is_let_go(comm, gpu):
-    """When the group has failed: rank 0 has queued what nobody else does, and nobody has compared calls."""
+def test_a_stream_that_waits_for_ever_is_released(comm, gpu):
+    """When the group has failed: rank 0 has queued a call that no other rank makes, and calls are not compared."""
     if gpu.is_real:
         pytest.skip("a GPU's kernel that waits for ever holds up the tests of others if this fails")
     alone = group(gpu, check="never")
@@ -290,9 +290,9 @@ def test_a_stream_that_waits_for_ever_is_let_go(comm, gpu):
         alone.all_reduce(x, algorithm="nccl")
 
 
-def test_one_rank_among_itself(gpu):
-    """What a machine with one GPU can show of NCCL's own calls, whatever it lets its ranks share."""
-    found = NcclRanks.join(gpu.device, 1, unique_id(), 0, "alone", lambda: None, 60.0)
+def test_a_single_rank(gpu):
+    """What a machine with one GPU can show of NCCL's own calls, whatever its ranks may share."""
+    ranks = NcclRanks.join(gpu.device, 1, unique_id(), 0, "alone", lambda: None, 60.0)
     numbers = np.arange(70_001)
     try:
         for dtype in KNOWN:
@@ -300,15 +300,15 @@ def test_one_rank_among_itself(gpu):
             x, y = gpu.put(values), gpu.put(values * 0)
             source, target = (gpu.device.wrap(array, "x") for array in (x, y))
             for move in (
-                lambda x=source, y=target: found.all_reduce(x, y, "sum"),
-                lambda x=source, y=target: found.reduce_scatter(x, y, "sum"),
-                lambda x=source, y=target: found.reduce(x, y, "sum", 0),
-                lambda x=source, y=target: found.all_gather(x, y),
+                lambda x=source, y=target: ranks.all_reduce(x, y, "sum"),
+                lambda x=source, y=target: ranks.reduce_scatter(x, y, "sum"),
+                lambda x=source, y=target: ranks.reduce(x, y, "sum", 0),
+                lambda x=source, y=target: ranks.all_gather(x, y),
             ):
                 gpu.device.kernels.fill(target, 0)
                 move()
                 np.testing.assert_array_equal(gpu.fetch(y), values)
-            found.broadcast(source, 0)
+            ranks.broadcast(source, 0)
             np.testing.assert_array_equal(gpu.fetch(x), values)
     finally:
-        found.close()
+        ranks.close()

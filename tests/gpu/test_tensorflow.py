@@ -25,16 +25,16 @@ from tests.tensorflow_adapter import test_moe as experts  # noqa: E402
 from tests.tensorflow_adapter.late import HostTensors  # noqa: E402
 from tests.tensorflow_adapter.oracle import MODES  # noqa: E402
 
-both = pytest.mark.parametrize("mode", MODES)
+each_mode = pytest.mark.parametrize("mode", MODES)
 GPUS = tf.config.list_physical_devices("GPU")
 
-for found in GPUS:  # else it takes all memory
-    tf.config.experimental.set_memory_growth(found, True)
+for device in GPUS:  # else it takes all memory
+    tf.config.experimental.set_memory_growth(device, True)
     tf.config.experimental.enable_tensor_float_32_execution(False)  # which has 10 bits after the point
 
 
 class OnGpu:
-    """Where the bodies put tensors."""
+    """The place where the bodies put tensors."""
 
     device = "GPU"
 
@@ -43,7 +43,7 @@ class OnGpu:
             return tf.identity(tf.constant(values))
 
     def host(self) -> AbstractContextManager[Any]:
-        """Let what is made be on the host, within a `with`."""
+        """Create tensors on the host within a `with`."""
         scope: AbstractContextManager[Any] = tf.device("CPU:0")
         return scope
 
@@ -53,10 +53,10 @@ def place(gpu: Any) -> Iterator[Any]:
     if GPUS and gpu.is_real:
         yield OnGpu()
         return
-    there = HostTensors(gpu.device)
-    yield there
-    there.close()
-    assert there.taken or commlib.world().size == 1  # one rank may have nothing to do
+    tensors = HostTensors(gpu.device)
+    yield tensors
+    tensors.close()
+    assert tensors.taken or commlib.world().size == 1  # one rank may have nothing to do
 
 
 @EACH_WAY
@@ -111,35 +111,35 @@ def test_divided_layers_and_stages(comm: Any, place: Any) -> None:
 
 @pytest.fixture
 def world() -> Any:
-    """All ranks, whose operations by name go whatever way they find."""
+    """All ranks, whose operations by name take any path."""
     import commlib
 
     return commlib.init()
 
 
-@both
+@each_mode
 def test_training_equals_one_process(world: Any, place: Any, mode: str) -> None:
     gradients.tape(world, mode, groups=3, overlap=True)
 
 
-@both
+@each_mode
 @pytest.mark.parametrize("dtype", gradients.FLOATS)
 def test_gradients_of_every_dtype(world: Any, place: Any, mode: str, dtype: str) -> None:
     gradients.dtypes(world, place, mode, dtype)
 
 
-@both
-def test_gradients_that_are_kept(world: Any, place: Any, mode: str) -> None:
+@each_mode
+def test_gradients_that_stay_referenced(world: Any, place: Any, mode: str) -> None:
     gradients.kept(world, place, mode)
 
 
-@both
+@each_mode
 def test_sparse_gradients(world: Any, place: Any, mode: str) -> None:
     for as_dense in (False, True):
         gradients.sparse(world, mode, as_dense)
 
 
-def test_gradients_that_only_some_ranks_have(world: Any, place: Any) -> None:
+def test_gradients_on_some_ranks_only(world: Any, place: Any) -> None:
     gradients.missing(world, place)
 
 
@@ -147,12 +147,12 @@ def test_fit(world: Any, place: Any) -> None:
     gradients.fit(world)
 
 
-@both
+@each_mode
 def test_operations_by_name(world: Any, place: Any, mode: str) -> None:
     gradients.by_name(world, place, mode)
 
 
-@both
+@each_mode
 def test_compression(world: Any, place: Any, mode: str) -> None:
     import commlib_tensorflow as ct
 

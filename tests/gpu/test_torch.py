@@ -1,6 +1,6 @@
 """PyTorch's tensors on a GPU: the bodies that tests/torch_adapter/test_late.py runs on the late device.
 
-Where PyTorch finds no GPU, its CPU tensors are on CuPy's stand-in: all runs but what `commlib_torch.devices.Cuda` says.
+Where PyTorch finds no GPU, its CPU tensors are on CuPy's stand-in: all runs but `commlib_torch.devices.Cuda`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tests.torch_adapter import device_gradients, device_layers, device_training
 from tests.torch_adapter.late import HostStream, HostTensors  # noqa: E402
 from tests.torch_adapter.place import Place  # noqa: E402
 
-# What lies between the GPUs is the core's.
+# The core tests what is between the GPUs.
 pytestmark = pytest.mark.parametrize("comm", ["peers", "staged"], indirect=True)
 
 
 class OnGpu:
-    """See `tests.torch_adapter.place.Place`. What is put there comes late: products before the copy take their time."""
+    """See `tests.torch_adapter.place.Place`. Tensors put there arrive late: products before the copy are slow."""
 
     device = name = "cuda"
 
     def put(self, values: Any) -> Any:
-        there = torch.empty(values.shape, dtype=values.dtype, device="cuda")
-        given = values.cuda()
+        result = torch.empty(values.shape, dtype=values.dtype, device="cuda")
+        source = values.cuda()
         x = torch.ones(2048, 2048, device="cuda")
         for _ in range(5):
             x = x @ x / 2048
-        there.copy_(given)
-        return there
+        result.copy_(source)
+        return result
 
     def host(self) -> nullcontext[None]:
         return nullcontext()
@@ -43,7 +43,7 @@ class OnGpu:
 
 @pytest.fixture(params=["default stream", "own stream"])
 def place(request: pytest.FixtureRequest, gpu: Any) -> Iterator[Place]:
-    """A GPU, on which torch works on its default stream, or on another one."""
+    """A GPU, with torch on its default stream or on another one."""
     is_own = request.param == "own stream"
     if torch.cuda.is_available() and gpu.is_real:
         torch.cuda.set_device(gpu.device.index)
@@ -55,9 +55,9 @@ def place(request: pytest.FixtureRequest, gpu: Any) -> Iterator[Place]:
         pytest.skip("PyTorch finds no GPU, so it has no streams")
     raw, host = standin.Stream(), HostStream()
     raw.late = standin.Stream.known[raw.ptr] = host  # type: ignore[assignment]
-    there = HostTensors(gpu.device, gpu.device.existing(raw.ptr))
-    yield there
-    there.close()
+    tensors = HostTensors(gpu.device, gpu.device.existing(raw.ptr))
+    yield tensors
+    tensors.close()
 
 
 @pytest.mark.parametrize("dtype", values.ALL, ids=str)
@@ -102,15 +102,15 @@ def test_body(comm: Any, place: Place, body: Any) -> None:
 
 
 def test_a_one_bit_optimizer(comm: Any, place: Place) -> None:
-    """It updates parameters of the host; those of a GPU become the same, to the last bit."""
+    """It updates host parameters; a GPU's become the same, to the last bit."""
     host = torch.nn.Parameter(torch.arange(300.0))
-    there = torch.nn.Parameter(place.put(host.detach().clone()))
+    on_gpu = torch.nn.Parameter(place.put(host.detach().clone()))
     how = {"lr": 0.1, "freeze_step": 2, "ranks": comm, "compress_within_node": True}
-    optimizers = [commlib_torch.OneBitAdam([parameter], **how) for parameter in (host, there)]
+    optimizers = [commlib_torch.OneBitAdam([parameter], **how) for parameter in (host, on_gpu)]
     for step in range(4):
         gradient = torch.randn(300, generator=torch.Generator().manual_seed(10 * step + comm.rank))
-        host.grad, there.grad = gradient.clone(), place.put(gradient)
+        host.grad, on_gpu.grad = gradient.clone(), place.put(gradient)
         for optimizer in optimizers:
             optimizer.step()
-        assert torch.equal(there.detach().cpu(), host.detach())
-        assert there.device.type == place.device
+        assert torch.equal(on_gpu.detach().cpu(), host.detach())
+        assert on_gpu.device.type == place.device

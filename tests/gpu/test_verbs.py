@@ -1,4 +1,4 @@
-"""Every verb on arrays of a GPU, between the memories of the ranks' GPUs and by way of the host."""
+"""Every verb on arrays of a GPU, between the memories of the ranks' GPUs and through the host."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ SHAPES = ((), (0,), (5, 3), (3000,), (70_001,))
 
 
 @pytest.fixture
-def there(comm, gpu):
+def on_gpu(comm, gpu):
     return OnDevice(comm, gpu)
 
 
 @pytest.mark.parametrize("dtype, op", REDUCIBLE)
-def test_reductions(there, dtype, op):
+def test_reductions(on_gpu, dtype, op):
     for shape in SHAPES:
-        checks.all_reduce(there, dtype, shape, op)
-    checks.reduce(there, dtype, (70_001,), op, root=there.size - 1)
-    checks.reduce_scatter(there, dtype, (30_000, 3), op)
+        checks.all_reduce(on_gpu, dtype, shape, op)
+    checks.reduce(on_gpu, dtype, (70_001,), op, root=on_gpu.size - 1)
+    checks.reduce_scatter(on_gpu, dtype, (30_000, 3), op)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_movement(there, dtype):
-    size = there.size
+def test_movement(on_gpu, dtype):
+    size = on_gpu.size
     for shape in SHAPES:
-        checks.broadcast(there, dtype, shape, root=size - 1)
-        checks.all_gather(there, dtype, shape)
-        checks.gather(there, dtype, shape, root=size - 1)
-        checks.send_recv(there, dtype, shape)
-        checks.send_and_recv(there, dtype, shape, tag=7)
-    checks.scatter(there, dtype, (4, 3), root=size - 1)
-    checks.all_to_all(there, dtype, (4, 30_000))
-    checks.all_gather_v(there, dtype, list(range(size)), (2,))
-    checks.all_to_all_v(there, dtype, [[(a * b + 1) % 4 for b in range(size)] for a in range(size)], (2,))
+        checks.broadcast(on_gpu, dtype, shape, root=size - 1)
+        checks.all_gather(on_gpu, dtype, shape)
+        checks.gather(on_gpu, dtype, shape, root=size - 1)
+        checks.send_recv(on_gpu, dtype, shape)
+        checks.send_and_recv(on_gpu, dtype, shape, tag=7)
+    checks.scatter(on_gpu, dtype, (4, 3), root=size - 1)
+    checks.all_to_all(on_gpu, dtype, (4, 30_000))
+    checks.all_gather_v(on_gpu, dtype, list(range(size)), (2,))
+    checks.all_to_all_v(on_gpu, dtype, [[(a * b + 1) % 4 for b in range(size)] for a in range(size)], (2,))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_scatter(there, dtype):
-    """Longer than what a slot has for one rank."""
-    for root in range(there.size):
+def test_scatter(on_gpu, dtype):
+    """Longer than a rank's part of a slot."""
+    for root in range(on_gpu.size):
         for part in ((0,), (3,), (100_001, 3)):
-            checks.scatter(there, dtype, part, root)
+            checks.scatter(on_gpu, dtype, part, root)
 
 
-def test_long_messages(there):
+def test_long_messages(on_gpu):
     """In pieces: out of the GPU, to the other rank and into its GPU."""
-    checks.send_recv(there, "float32", (1_500_001,))
-    checks.send_and_recv(there, "float64", (700_001,), tag=7)
+    checks.send_recv(on_gpu, "float32", (1_500_001,))
+    checks.send_and_recv(on_gpu, "float64", (700_001,), tag=7)
 
 
 def test_async_twins(comm, gpu):
@@ -61,7 +61,7 @@ def test_async_twins(comm, gpu):
 
 @pytest.mark.parametrize("count", [1000, 300_000])
 def test_symmetric_memory(comm, gpu, count):
-    """Reduced where it lies, again and again, beside ordinary arrays of the same kind."""
+    """Reduced in place in its own memory, repeatedly, among ordinary arrays of the same kind."""
     size = comm.size
     x, y = comm.empty((count,), "float32", device="cuda"), gpu.device.empty((count,), "float32")
     assert not gpu.fetch(x).any()
@@ -73,8 +73,8 @@ def test_symmetric_memory(comm, gpu, count):
             np.testing.assert_array_equal(gpu.fetch(array), expected)
 
 
-def test_ranks_whose_arrays_do_not_correspond(comm, gpu):
-    """Some rank's is symmetric and another's is not: all see that, and the result is the same."""
+def test_ranks_with_arrays_of_different_kinds(comm, gpu):
+    """One rank's is symmetric and another's is not: all see that, and the result is the same."""
     size, count = comm.size, 100_000
     x = comm.empty((count,), "float32", device=gpu.device)
     array = gpu.device.empty((count,), "float32") if comm.rank == size - 1 else x

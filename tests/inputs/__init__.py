@@ -1,1 +1,1 @@
-"""Inputs made for tests: models, traces, timelines, environments of launchers."""
+"""Inputs for tests: models, traces, timelines, environments of launchers."""

@@ -1,4 +1,4 @@
-"""Made-up facts for the checks of `commlib info`: a job in which nothing is wrong, to be changed."""
+"""Made-up facts for the checks of `commlib info`: a job without problems, to be changed."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def job(
     command: str = "mpirun",
     mpi: MpiFacts = OPEN_MPI,
 ) -> JobFacts:
-    """Return a job of a launcher on one host, each rank changed."""
+    """Return a job of a launcher on one host, with each rank changed."""
     return JobFacts(tuple(change(rank(number, size, command=command, mpi=mpi)) for number in range(size)))
 
 
 def on_hosts(names: str, change: Callable[[RankFacts], RankFacts] = lambda rank: rank) -> JobFacts:
-    """Return a job with a rank on each host; a letter is a host's name."""
+    """Return a job with a rank on each host; each letter names a host."""
     return JobFacts(tuple(change(rank(number, len(names), at=host(name))) for number, name in enumerate(names)))

@@ -19,7 +19,7 @@ EXACT = 1e-12
 
 @pytest.fixture(autouse=True)
 def in_float64() -> Iterator[None]:
-    """Let Keras compute in float64, losses and metrics included. Its policy is made once, of what floatx is then."""
+    """Make Keras compute in float64, losses and metrics included. Its policy is created once, from floatx."""
     before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -46,20 +46,20 @@ def batch(rows: int, seed: int = 1) -> tuple[Any, Any]:
 
 
 def key(variable: Any) -> str:
-    """What a variable is called, whatever its model is."""
+    """Return a variable's name without that of its model."""
     return "/".join(variable.path.split("/")[-2:])
 
 
-def near(got: Any, expected: Any, tolerance: float = EXACT) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=tolerance, atol=tolerance)
+def near(actual: Any, expected: Any, tolerance: float = EXACT) -> None:
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=tolerance, atol=tolerance)
 
 
 def assert_gradients(pipe: Any, expected: dict[str, Any], tolerance: float = EXACT) -> None:
     for variable, gradient in zip(pipe.trainable_variables, pipe.gradients, strict=True):
-        other = expected[key(variable)]
-        assert (gradient is None) == (other is None), key(variable)
+        other_gradient = expected[key(variable)]
+        assert (gradient is None) == (other_gradient is None), key(variable)
         if gradient is not None:
-            near(gradient, tf.convert_to_tensor(other), tolerance)
+            near(gradient, tf.convert_to_tensor(other_gradient), tolerance)
 
 
 def assert_weights(pipe: Any, whole: Any, tolerance: float = EXACT) -> None:
@@ -70,7 +70,7 @@ def assert_weights(pipe: Any, whole: Any, tolerance: float = EXACT) -> None:
 
 
 class Alone:
-    """One process with the whole model. microbatches: it is given parts of a batch, and adds up what they count."""
+    """One process with the whole model. microbatches: it receives parts of a batch, and adds up their contributions."""
 
     def __init__(self, model: Any, optimizer: Any = None, loss: Any = "mse") -> None:
         self.model, self.gradients = model, dict.fromkeys(map(key, model.trainable_variables))
@@ -91,8 +91,8 @@ class Alone:
                 output = self.model(part[0], training=True)
                 loss = self.model.compute_loss(part[0], part[1], output, part[2]) * (end - start) / rows
             total += float(loss)
-            found = tape.gradient(loss, self.model.trainable_variables)
-            for variable, gradient in zip(self.model.trainable_variables, found, strict=True):
+            gradients = tape.gradient(loss, self.model.trainable_variables)
+            for variable, gradient in zip(self.model.trainable_variables, gradients, strict=True):
                 if gradient is not None:
                     before = self.gradients[key(variable)]
                     gradient = tf.convert_to_tensor(gradient)

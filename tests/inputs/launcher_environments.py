@@ -1,4 +1,4 @@
-"""What launchers tell the processes that they start, as data: this one is always the fourth."""
+"""Environments that launchers give to their processes, as data: this process is always the fourth."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HYDRA = {
     "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_HOSTNAME": "b",
 }  # fmt: skip
 
-# name: what is in the environment; command, rank, size, local rank, local size, node; whether it helps MPI.
+# name: the environment; command, rank, size, local rank, local size, node; whether it helps MPI.
 CASES: dict[str, tuple[dict[str, str], tuple[Any, ...], bool]] = {
     "Open MPI 4": (OPEN_MPI | {"PMIX_RANK": "3", "ORTE_SCHIZO_DETECTION": "ORTE"}, ("mpirun", 3, 4, 1, 2, None), True),
     "Open MPI 5": (

@@ -22,7 +22,7 @@ def parameters(what: Any) -> list[str]:
 
 
 def entry(what: Any) -> dict[str, Any]:
-    """Return what a test needs to know. home: the module that defines it."""
+    """Return the facts that a test needs. home: the module that defines it."""
     return {
         "doc": inspect.getdoc(what) or "",
         "parameters": parameters(what),
@@ -37,24 +37,24 @@ def public(name: str) -> dict[str, Any]:
         holder = importlib.import_module(name)
         own = (each for each, value in vars(holder).items() if getattr(value, "__module__", "") == name)
         names = getattr(holder, "__all__", None) or [each for each in own if not each.startswith("_")]
-        found = {each: getattr(holder, each) for each in names}
+        entries = {each: getattr(holder, each) for each in names}
     except ImportError:
         module, _, kind = name.rpartition(".")
         holder = getattr(importlib.import_module(module), kind)
-        found = {each: value for each, value in vars(holder).items() if not each.startswith("_")}
+        entries = {each: value for each, value in vars(holder).items() if not each.startswith("_")}
     return {
         f"{name}.{each}": entry(value)
-        for each, value in sorted(found.items())
+        for each, value in sorted(entries.items())
         if (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__.startswith("commlib")
     }
 
 
-def once(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries without those of an object that has an earlier name, too."""
+def once(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries except those of an object that also has an earlier name."""
     first: dict[tuple[str, str], str] = {}
-    for name, what in found.items():
+    for name, what in entries.items():
         first.setdefault((what["home"], what["doc"]), name)
-    return {name: what for name, what in found.items() if first[what["home"], what["doc"]] == name}
+    return {name: what for name, what in entries.items() if first[what["home"], what["doc"]] == name}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Timelines made up for tests: what ranks did, at times that a test chooses, written by the real writer's rules."""
+"""Made-up timelines for tests: ranks' actions at times that a test chooses, written by the real writer's rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BOOT = "a-boot"
 
 
 class MadeUp:
-    """The timeline of one rank. Times are ms of the common clock; the file has them as its own clock does.
+    """The timeline of one rank. Times are ms of the common clock; the file has them in the rank's own clock.
 
     ahead: ms that the rank's clock is ahead, or a function of the time.
     """
@@ -23,20 +23,20 @@ class MadeUp:
         self._events: list[tuple[float, dict[str, Any]]] = []
         self.lines: list[dict[str, Any]] = []
         for row, (name, calls) in enumerate((("world", "world"), ("pipeline", ""), ("codec", ""), ("steps", ""))):
-            self._say("thread_name", {"name": name, "calls": calls}, tid=row)
+            self._record("thread_name", {"name": name, "calls": calls}, tid=row)
 
     def own(self, time: float) -> int:
-        """Return the ns that this rank's clock shows at a time."""
+        """Return the time of this rank's clock in ns."""
         return 500_000_000_000 + round((time + float(self._ahead(time))) * 1e6)
 
     def clock(self, time: float, *, error: float = 0.01, wrong: float = 0.0, to: int = 0) -> None:
-        """Say what messages have found out about the clock at a time; wrong: by how much that is, within the error."""
+        """Record a measurement of the clock at a time; wrong: its deviation from the truth, within the error."""
         facts = {
             "time_ns": self.own(time),
             "offset_ns": round((wrong - self._ahead(time)) * 1e6),
             "error_ns": round(error * 1e6),
         }
-        self._say("commlib_clock", facts | {"to": to})
+        self._record("commlib_clock", facts | {"to": to})
 
     def blocking(
         self, verb: str, number: int, began: float, ended: float, *, nbytes: int = 100, text: str = ""
@@ -54,7 +54,7 @@ class MadeUp:
         ended: float,
         waits: tuple[float, float] | None = None,
     ) -> None:
-        """Add an operation of the queue, and from when until when it is waited for."""
+        """Add an operation of the queue, and the time span in which it is waited for."""
         facts = {"call": f"{verb} of x", "group": "world", "sequence": number, "bytes": 10_000}
         queue = {"tid": 0, "cat": "queue", "id": number, "name": f"queued {verb}", "args": facts}
         self._at(queued, {"ph": "b", **queue})
@@ -94,5 +94,5 @@ class MadeUp:
         ts = (self.own(time) - self.start) / 1e3
         self._events.append((ts, {"pid": self.rank, "ts": ts, **event}))
 
-    def _say(self, name: str, facts: dict[str, Any], **more: int) -> None:
+    def _record(self, name: str, facts: dict[str, Any], **more: int) -> None:
         self.lines.append({"ph": "M", "pid": self.rank, "name": name, "args": facts, **more})

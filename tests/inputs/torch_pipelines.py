@@ -1,4 +1,4 @@
-"""What tests of PyTorch's pipelines have in common: numbers that are exact, and a batch."""
+"""Common parts of tests of PyTorch's pipelines: numbers that are exact, and a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 6
 
 @pytest.fixture(autouse=True)
 def in_float64() -> Iterator[None]:
-    """Let what a test makes be of float64."""
+    """Make a test create float64 tensors."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

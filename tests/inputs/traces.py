@@ -20,10 +20,10 @@ class Written:
         self._shapes: dict[int, Shape] = {}
 
     def step(self, layer: str, kind: str, inputs: Sequence[int], shapes: Sequence[Shape], **more: Any) -> list[int]:
-        made = list(range(len(self._shapes), len(self._shapes) + len(shapes)))
-        self._shapes |= dict(zip(made, shapes, strict=True))
-        self._steps.append(TraceStep(layer, kind, tuple(inputs), tuple(made), **more))
-        return made
+        out = list(range(len(self._shapes), len(self._shapes) + len(shapes)))
+        self._shapes |= dict(zip(out, shapes, strict=True))
+        self._steps.append(TraceStep(layer, kind, tuple(inputs), tuple(out), **more))
+        return out
 
     def given(self, *shape: int) -> int:
         return self.step("", "given", (), [shape])[0]
@@ -70,19 +70,19 @@ class Written:
     def mean(self, x: int, dim: int) -> int:
         shape = self._shapes[x]
         equation = equations.reduction(shape, (dim,))
-        gone = dim % len(shape)
-        return self.step("", "equation", [x], [(*shape[:gone], *shape[gone + 1 :])], text="mean", equation=equation)[0]
+        axis = dim % len(shape)
+        return self.step("", "equation", [x], [(*shape[:axis], *shape[axis + 1 :])], text="mean", equation=equation)[0]
 
     def permute(self, x: int, *dims: int) -> int:
         shape = self._shapes[x]
-        made = tuple(shape[dim] for dim in dims)
-        return self.step("", "equation", [x], [made], text="permute", equation=equations.selection(len(shape), dims))[0]
+        out = tuple(shape[dim] for dim in dims)
+        return self.step("", "equation", [x], [out], text="permute", equation=equations.selection(len(shape), dims))[0]
 
     def pick(self, x: int, dim: int) -> int:
         shape = self._shapes[x]
         dims = [at for at in range(len(shape)) if at != dim % len(shape)]
-        made = tuple(shape[at] for at in dims)
-        return self.step("", "equation", [x], [made], text="select", equation=equations.selection(len(shape), dims))[0]
+        out = tuple(shape[at] for at in dims)
+        return self.step("", "equation", [x], [out], text="select", equation=equations.selection(len(shape), dims))[0]
 
     def matmul(self, left: int, right: int) -> int:
         first, second = self._shapes[left], self._shapes[right]
@@ -92,9 +92,9 @@ class Written:
 
     def attend(self, q: int, k: int, v: int) -> int:
         shapes = [self._shapes[x] for x in (q, k, v)]
-        made = (*shapes[0][:-1], shapes[2][-1])
+        out = (*shapes[0][:-1], shapes[2][-1])
         equation: Equation = equations.attention(*shapes)
-        return self.step("", "equation", [q, k, v], [made], text="attention", equation=equation)[0]
+        return self.step("", "equation", [q, k, v], [out], text="attention", equation=equation)[0]
 
     def reshape(self, x: int, *shape: int, asked: Shape = ()) -> int:
         return self.step("", "reshape", [x], [shape], text="reshape", requested=asked)[0]
@@ -132,17 +132,17 @@ class Written:
 
 def _half(equation: Equation, label: int, arrays: Sequence[Any], half: int) -> list[Any]:
     """Return one half of each input along a dimension, of those that have it."""
-    found = []
+    halves = []
     for array, labels in zip(arrays, equation.inputs, strict=True):
         at = labels.index(label) if label in labels else None
-        found.append(array if at is None else np.split(array, 2, at)[half])
-    return found
+        halves.append(array if at is None else np.split(array, 2, at)[half])
+    return halves
 
 
 def holds(equation: Equation, run: Any, *arrays: Any) -> int:
-    """Check that halves of inputs along a dimension of the result give its halves; return for how many that was done.
+    """Check that halves of inputs along a dimension of the result give its halves; return the number of checks.
 
-    run: computes a numpy array of numpy arrays. Dimensions that are needed, or are of odd length, are left out.
+    run: computes a numpy array of numpy arrays. Dimensions that are needed, or are of odd length, are omitted.
     """
     whole = run(*arrays)
     assert len(equation.output) == whole.ndim

@@ -22,13 +22,13 @@ from commlib.errors import TransportError, UsageError
 from tests.late.engine import Engine
 from tests.late.exported import LateExported, LateOpened
 from tests.late.kernels import LateKernels
-from tests.late.memory import GiveUp, Owner, Reached, place_of, poison_of
+from tests.late.memory import Owner, Reached, Release, place_of, poison_of
 from tests.late.signals import LateSignals
 from tests.late.stream import LateStream
 
 
 class LateArray:
-    """An array in the memory of the late device. It is no numpy array, and nothing makes one of it by accident."""
+    """An array in the memory of the late device. It is no numpy array, and cannot become one by accident."""
 
     def __init__(self, device: LateDevice, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> None:
         self.device, self.address, self.shape, self.dtype, self.owner = device, address, shape, np.dtype(dtype), owner
@@ -41,13 +41,13 @@ class LateArray:
         return LateArray(self.device, part.address, part.shape, part.dtype, self)
 
     def peek(self) -> Array:
-        """Return what is there now: poison if this thread's stream has yet to come to it."""
+        """Return the current values: poison if this thread's stream has not written them yet."""
         out = np.empty(self.shape, self.dtype)
         ctypes.memmove(address_of(out), self.address, out.nbytes)
         return out
 
     def numpy(self) -> Array:
-        """Return the values, when what this thread's stream has been told so far is done."""
+        """Return the values once the work queued on this thread's stream has ended."""
         self.device.current().record().block()
         return self.peek()
 
@@ -74,17 +74,17 @@ class LateDevice:
 
     @property
     def queued(self) -> int:
-        """How many copies and kernels so far."""
+        """The number of copies and kernels so far."""
         return self._engine.queued
 
     @property
     def races(self) -> int:
-        """How much changed so far while it was read."""
+        """The number of changes so far to memory that was being read."""
         return self._engine.races
 
     @contextmanager
     def careless(self, delay: float = 0.1) -> Iterator[None]:
-        """Let all take long within a `with`, and forget its races: for tests that leave out a wait on purpose."""
+        """Make all work slow within a `with`, and ignore its races: for tests that leave out a wait on purpose."""
         before, races, mark = self.delay, self.races, self._engine.mark()
         self.delay = delay
         try:
@@ -118,10 +118,10 @@ class LateDevice:
         pool = np.full(max(nbytes, 1), poison_of(kind), np.uint8)
         array = LateArray(self, address_of(pool), lengths, kind, None)
         owner = Owner()
-        # As a pool of a real device does, it may use the memory again as soon as the same stream comes to that. The
-        # finalizer holds the memory, which so outlives all that was queued on this stream before.
-        give_up = GiveUp(pool, poison_of(kind))
-        weakref.finalize(owner, self.current().queue.put, give_up).atexit = False
+        # Like a real device's pool, it may reuse the memory as soon as the same stream gets there. The finalizer holds
+        # the memory, which therefore outlives all work queued on this stream before.
+        release = Release(pool, poison_of(kind))
+        weakref.finalize(owner, self.current().queue.put, release).atexit = False
         array.owner = owner
         return array
 
@@ -133,7 +133,7 @@ class LateDevice:
         return array
 
     def fetch(self, array: LateArray) -> Array:
-        """Return the values of an array, when what this thread's stream has been told so far is done."""
+        """Return the values of an array once the work queued on this thread's stream has ended."""
         return array.numpy()
 
     def at(self, address: int, shape: tuple[int, ...], dtype: Any, owner: Any) -> LateArray:
@@ -161,26 +161,26 @@ class LateDevice:
         return segment
 
     def export(self, nbytes: int) -> LateExported:
-        made = LateExported(nbytes)
-        self._engine.note_shared(made.mappings, nbytes)
-        return made
+        exported = LateExported(nbytes)
+        self._engine.note_shared(exported.mappings, nbytes)
+        return exported
 
     def open(self, handle: str) -> LateOpened:
         if not self.has_reach:
             raise TransportError("late memory is not opened by other ranks: has_reach is False")
-        found = LateOpened(handle)
-        self._engine.note_shared(found.mappings, found.nbytes)
-        return found
+        opened = LateOpened(handle)
+        self._engine.note_shared(opened.mappings, opened.nbytes)
+        return opened
 
     def reach(self, memory: Any) -> Any:
-        found = Reached(memory)
-        self._engine.note_shared(found.parts, memory.nbytes)
-        return found
+        reached = Reached(memory)
+        self._engine.note_shared(reached.parts, memory.nbytes)
+        return reached
 
-    def signals(self, memory: Any, tell: Sequence[int], hear: Sequence[int]) -> LateSignals:
+    def signals(self, memory: Any, written: Sequence[int], awaited: Sequence[int]) -> LateSignals:
         if not self.has_signals:
             raise TransportError("late streams do not wait for those of other ranks: has_signals is False")
-        return LateSignals(self, memory, tell, hear)
+        return LateSignals(self, memory, written, awaited)
 
     def copy(self, target: Any, source: Any) -> None:
         if target.nbytes != source.nbytes:
@@ -199,8 +199,10 @@ class LateDevice:
     ) -> None:
         """Queue work. whole: it writes all of `writes` without reading it, unless that is in `reads` too."""
         targets, sources = [place_of(x) for x in writes], [place_of(x) for x in reads]
-        kept = [x for x in (*writes, *reads) if isinstance(x, np.ndarray)]  # host memory must not go meanwhile
-        self._engine.submit(self.current(), targets, sources, run, whole=whole, kept=kept)
+        host_arrays = [
+            x for x in (*writes, *reads) if isinstance(x, np.ndarray)
+        ]  # host memory must not be freed meanwhile
+        self._engine.submit(self.current(), targets, sources, run, whole=whole, objects=host_arrays)
 
 
 LATE = LateDevice()

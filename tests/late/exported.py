@@ -13,15 +13,15 @@ class LateExported:
     """See `devices.protocol.Exported`."""
 
     def __init__(self, nbytes: int) -> None:
-        made = PeerMemory(max(nbytes, 1), is_named=False)
-        self.nbytes, self.address, self.handle = nbytes, made.memory.address, json.dumps(made.place)
-        made.memory.array(0, nbytes).fill(0xFF)
-        self.mappings = [made.memory]
-        self._withdraw: Callable[[], None] = made.withdraw
+        memory = PeerMemory(max(nbytes, 1), is_named=False)
+        self.nbytes, self.address, self.handle = nbytes, memory.memory.address, json.dumps(memory.place)
+        memory.memory.array(0, nbytes).fill(0xFF)
+        self.mappings = [memory.memory]
+        self._withdraw: Callable[[], None] = memory.withdraw
 
     def free(self) -> None:
         self._withdraw()
-        self.mappings.clear()  # unmapped once nothing that is queued uses it
+        self.mappings.clear()  # unmapped once no queued work uses it
 
 
 class LateOpened:

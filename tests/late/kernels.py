@@ -23,16 +23,16 @@ class LateKernels:
     def _queue(self, writes: Sequence[Any], reads: Sequence[Any], run: Callable[[], Any], whole: bool = False) -> None:
         device = self._device()
         assert device is not None
-        device.submit(_given(writes), _given(reads), run, whole=whole)
+        device.submit(_present(writes), _present(reads), run, whole=whole)
 
     def _now(self, writes: Sequence[Any], reads: Sequence[Any], run: Callable[[], Any]) -> Any:
-        found: list[Any] = []
-        self._queue(writes, reads, lambda: found.append(run()))
+        results: list[Any] = []
+        self._queue(writes, reads, lambda: results.append(run()))
         device = self._device()
         assert device is not None
         device.synchronise()
-        assert found, "what a kernel reads changed while it ran"
-        return found[0]
+        assert results, "what a kernel reads changed while it ran"
+        return results[0]
 
     def reduce(self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], target: Any) -> None:
         whole = all(operand.address != target.address for operand in operands)
@@ -105,8 +105,8 @@ class LateKernels:
         return int(self._now([payload, after], [x, before], run))
 
     def read_sparse(self, payload: Any, value: Value, out: Any, add: bool) -> Fault:
-        found: Fault = self._now([out], [payload], lambda: self._host.read_sparse(payload, value, out, add))
-        return found
+        fault: Fault = self._now([out], [payload], lambda: self._host.read_sparse(payload, value, out, add))
+        return fault
 
     def draw(self, count: int, seed: int, places: Any) -> None:
         to = _bare(places)
@@ -168,12 +168,12 @@ class LateKernels:
         self._queue([matrix, after], factors, run)
 
 
-def _given(arrays: Sequence[Any]) -> list[Any]:
+def _present(arrays: Sequence[Any]) -> list[Any]:
     return [array for array in arrays if array is not None]
 
 
 def _bare(array: Any) -> Any:
-    """Return the array without what keeps its memory alive: a real device has addresses only."""
+    """Return the array without the owner of its memory: a real device has addresses only."""
     if array is None:
         return None
     return DeviceArray(array.device, array.address, array.shape, array.dtype, None, array.stream)

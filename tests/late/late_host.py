@@ -1,8 +1,8 @@
-"""A pytest plugin that makes the host late at random before it queues work: `-p tests.late.late_host`.
+"""A pytest plugin that delays the host at random before it queues work: `-p tests.late.late_host`.
 
-The host is mostly far ahead of its streams, so what it does to memory that they use comes before they use it. Where it
-falls behind, as on a loaded machine, that comes at any time. HOST_SEED: of the naps; each rank adds its number, or else
-its process'.
+The host is usually far ahead of its streams, so it changes their memory before they use it. Where it falls behind, as
+on a loaded machine, the change may happen at any time. HOST_SEED seeds the naps; each rank adds its number, or else its
+process'.
 """
 
 from __future__ import annotations

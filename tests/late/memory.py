@@ -1,4 +1,4 @@
-"""Memory of the late device: where something is, what is poison there, and what becomes of it once given up."""
+"""Memory of the late device: addresses, poison, and freed memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def place_of(array: Any) -> Place:
     return at, array.nbytes, poison_of(array.dtype)
 
 
-def meet(a: Place, b: Place) -> bool:
+def overlap(a: Place, b: Place) -> bool:
     return a[0] < b[0] + b[1] and b[0] < a[0] + a[1]
 
 
@@ -31,7 +31,7 @@ class _Part:
 
 
 class Reached:
-    """Memory of the host that the device addresses, and other ranks, too. `parts` are those of the ranks."""
+    """Host memory that the device and other ranks can address. `parts` are those of the ranks."""
 
     def __init__(self, memory: Any) -> None:
         self.bases, self.nbytes, self._memory = memory.bases, memory.nbytes, memory
@@ -42,18 +42,18 @@ class Reached:
 
 
 class Owner:
-    """Who holds memory; its end gives it up."""
+    """The owner of memory; its end frees it."""
 
 
-class GiveUp:
-    """Poison memory that was given up, in the stream's order."""
+class Release:
+    """Poison freed memory, in the stream's order."""
 
     def __init__(self, pool: Array, poison: int) -> None:
         self._pool, self._poison = pool, poison
 
     def __call__(self) -> None:
         self._pool.fill(self._poison)
-        _graveyard.append(self._pool)  # a write that comes too late hits nothing else
+        _graveyard.append(self._pool)  # a late write hits nothing else
         del _graveyard[:-1000]
 
 

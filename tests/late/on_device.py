@@ -1,4 +1,4 @@
-"""Calls with arrays of the late device, for test bodies that know numpy's only."""
+"""Calls with arrays of the late device, for test bodies that are written for numpy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.late.device import LATE
 
 
 class OnDevice:
-    """A Communicator, or Twins of one, called with arrays of a device: for test bodies that know numpy's only.
+    """A Communicator, or Twins of one, called with arrays of a device: for test bodies that are written for numpy.
 
-    Arguments are copied there, and back from there once the call has run; results are copied back. device: LATE, or
+    Arguments are copied to the device, and back once the call has run; results are copied back. device: LATE, or
     another one with `put`, `fetch`, and `kind`, the type of its arrays.
     """
 
@@ -24,26 +24,28 @@ class OnDevice:
         method, device = getattr(self._comm, verb), self._device
 
         def run(*args: Any, **options: Any) -> Any:
-            there: dict[int, tuple[Array, Any]] = {}
+            copies: dict[int, tuple[Array, Any]] = {}
 
             def put(value: Any) -> Any:
                 if not isinstance(value, np.ndarray):
                     return value
-                if id(value) not in there:
-                    there[id(value)] = value, device.put(value)
-                return there[id(value)][1]
+                if id(value) not in copies:
+                    copies[id(value)] = value, device.put(value)
+                return copies[id(value)][1]
 
-            got = method(*map(put, args), **{name: put(value) for name, value in options.items()})
-            for here, late in there.values():
-                if here.flags.writeable:
-                    here[...] = device.fetch(late)
+            result = method(*map(put, args), **{name: put(value) for name, value in options.items()})
+            for host_array, device_array in copies.values():
+                if host_array.flags.writeable:
+                    host_array[...] = device.fetch(device_array)
                 else:
-                    assert here.tobytes() == device.fetch(late).tobytes(), "an array that is only read was changed"
+                    assert host_array.tobytes() == device.fetch(device_array).tobytes(), (
+                        "an array that is only read was changed"
+                    )
 
             def back(value: Any) -> Any:
-                same = [here for here, late in there.values() if value is late]
+                same = [host_array for host_array, device_array in copies.values() if value is device_array]
                 return same[0] if same else device.fetch(value) if isinstance(value, device.kind) else value
 
-            return tuple(map(back, got)) if isinstance(got, tuple) else back(got)
+            return tuple(map(back, result)) if isinstance(result, tuple) else back(result)
 
         return run

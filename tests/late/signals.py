@@ -1,4 +1,4 @@
-"""LateSignals: streams of several ranks meet by words of memory that all of them map."""
+"""LateSignals: streams of several ranks synchronise by words of memory that all of them map."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def tell(words: Sequence[int], number: int) -> None:
+def write(words: Sequence[int], number: int) -> None:
     """Write a number to words."""
     for word in words:
         ctypes.c_uint32.from_address(word).value = number
 
 
-def hear(words: Sequence[int], number: int) -> None:
+def wait_for_words(words: Sequence[int], number: int) -> None:
     """Wait until each word has a number, or a later one."""
     deadline = time.monotonic() + 20
     for word in words:
@@ -27,16 +27,16 @@ def hear(words: Sequence[int], number: int) -> None:
 class LateSignals:
     """See `devices.protocol.Signals`."""
 
-    def __init__(self, device: Any, memory: Any, tell: Sequence[int], hear: Sequence[int]) -> None:
-        self._device, self._memory, self._tell, self._hear = device, memory, tuple(tell), tuple(hear)
+    def __init__(self, device: Any, memory: Any, written: Sequence[int], awaited: Sequence[int]) -> None:
+        self._device, self._memory, self._written, self._awaited = device, memory, tuple(written), tuple(awaited)
         self._mappings = [memory, *getattr(memory, "mappings", ())]
 
     def queue(self, number: int) -> None:
-        words = self._tell, self._hear, self._mappings  # mapped until that has run
+        words = self._written, self._awaited, self._mappings  # mapped until that has run
 
         def run() -> None:
-            tell(words[0], number)
-            hear(words[1], number)
+            write(words[0], number)
+            wait_for_words(words[1], number)
 
         self._device.current().queue.put(run)
 

@@ -33,7 +33,7 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class LateStream:
-    """A thread that does what is queued, one after the other. See `devices.protocol.Stream`."""
+    """A thread that runs queued work in order. See `devices.protocol.Stream`."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -41,10 +41,10 @@ class LateStream:
         weakref.finalize(self, self.queue.put, None).atexit = False
 
     def record(self, event: Any = None) -> LateEvent:
-        # A new one each time: who waits for what was recorded before does not wait for what comes now, as in CUDA.
-        made = LateEvent()
-        self.queue.put(made.happen)
-        return made
+        # A new one each time: waits for an earlier record do not wait for this one, as in CUDA.
+        event_at_end = LateEvent()
+        self.queue.put(event_at_end.happen)
+        return event_at_end
 
     def wait(self, event: Any) -> None:
         self.queue.put(event.block)

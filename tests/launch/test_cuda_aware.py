@@ -1,4 +1,4 @@
-"""Whether MPI takes memory of GPUs is found out at the start, by MPI's real libraries; GPUs are made of host memory."""
+"""Detection of CUDA-aware MPI at the start, with real MPI libraries; GPUs are emulated in host memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# As much of CuPy as the probe uses, in host memory: MPI can take that, where nothing is done to it.
+# As much of CuPy as the probe uses, in host memory: MPI accepts that, unless something is done to it.
 CUPY = """
 import sys
 from types import SimpleNamespace
@@ -39,14 +39,14 @@ FOUND = {
 
 
 def gpus(tmp_path: Path, kind: str) -> str:
-    """Return the folder of a CuPy of this kind."""
+    """Return the folder of an emulated CuPy of this kind."""
     folder = tmp_path / kind / "cupy"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(CUPY + KINDS[kind])
     return str(folder.parent)
 
 
-# A machine with GPUs for rank 1 and beyond, and a library that says what it is told to.
+# A machine with GPUs for rank 1 and beyond, and a library that claims whatever it is configured to.
 START = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -65,7 +65,7 @@ print("takes it:", commlib.init().group.transport.accepts("cuda"), flush=True)
 
 
 def start(mpirun, folder: str, claim: str) -> tuple[list[str], str]:
-    """Start two ranks; return what they say of it, and what is logged."""
+    """Start two ranks; return their answers, and what is logged."""
     done = mpirun(2, START.format(folder=folder, claim=claim), env={"COMMLIB_LOG_LEVEL": "info"})
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("commlib ") and "GPU" in line]
@@ -73,9 +73,9 @@ def start(mpirun, folder: str, claim: str) -> tuple[list[str], str]:
     return done.stdout.splitlines(), lines[0]
 
 
-def test_the_libraries_of_wheels_say_no(mpirun, tmp_path):
-    said, logged = start(mpirun, gpus(tmp_path, "crashes"), "...")
-    assert said == ["takes it: False"] * 2
+def test_wheels_claim_no_support(mpirun, tmp_path):
+    answers, logged = start(mpirun, gpus(tmp_path, "crashes"), "...")
+    assert answers == ["takes it: False"] * 2
     assert logged.startswith("commlib INFO: GPU data goes through host memory: MPI cannot use GPU memory (")
     assert "opal_cuda_support is off" in logged or "MPIX_GPU_query_support returns 0" in logged
 
@@ -84,14 +84,14 @@ def test_the_libraries_of_wheels_say_no(mpirun, tmp_path):
 @pytest.mark.parametrize(
     "kind", [kind if kind in ("works", "crashes") else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
 )
-def test_a_library_that_says_yes_is_tried(mpirun, tmp_path, kind):
-    said, logged = start(mpirun, gpus(tmp_path, kind), "True")
-    assert said == [f"takes it: {kind == 'works'}"] * 2
+def test_a_library_that_claims_support_is_tried(mpirun, tmp_path, kind):
+    answers, logged = start(mpirun, gpus(tmp_path, kind), "True")
+    assert answers == [f"takes it: {kind == 'works'}"] * 2
     assert logged.startswith(f"commlib {'INFO' if kind == 'works' else 'WARNING'}: ") and FOUND[kind] in logged
 
 
 @pytest.mark.any_mpi
-def test_one_that_cannot_be_asked_is_tried(mpirun, tmp_path):
+def test_a_library_without_a_query_is_tried(mpirun, tmp_path):
     assert start(mpirun, gpus(tmp_path, "works"), "None")[0] == ["takes it: True"] * 2
 
 
@@ -121,8 +121,8 @@ DIRECT = textwrap.dedent("""
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("aware", ["yes", pytest.param("no", marks=pytest.mark.long), "auto"])
-def test_memory_of_gpus_goes_by_mpi_where_the_user_says_so(mpirun, aware):
-    """Messages of its own memory, which is the host's in truth; there is no other way here but copies."""
+def test_gpu_memory_goes_through_mpi_on_the_users_word(mpirun, aware):
+    """By messages of its own memory, really the host's; the only other path here is copies."""
     env = {"COMMLIB_CUDA_AWARE": aware, "COMMLIB_DEVICE_PEERS": "0", "COMMLIB_NCCL": "0"}
     done = mpirun(2, DIRECT, env=env)
     assert done.stdout.splitlines() == [str(aware == "yes")] * 2, done.stderr

@@ -1,4 +1,4 @@
-"""Channels between devices end with their jobs: a rank that dies, leaves early, or waits for ever."""
+"""Device channels at the end of jobs: a rank that dies, exits early, or waits for ever."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PATHS = pytest.mark.parametrize(
 
 @pytest.mark.any_mpi
 @PATHS
-def test_a_rank_that_leaves_while_its_messages_are_under_way(mpirun, env):
-    """They arrive, as slow as its device is; who waits for another one is told who left."""
+def test_a_rank_that_exits_with_messages_in_flight(mpirun, env):
+    """They arrive, slow as its device is; a rank that waits for another one gets an error that names the rank."""
     code, out, err = end(
         mpirun,
         2,
@@ -49,7 +49,7 @@ else:
 
 @PATHS
 def test_a_rank_that_is_killed(mpirun, env):
-    """The other one's stream waits for a message of it, and its host for that stream."""
+    """The other rank's stream waits for its message, and the host for that stream."""
     code, out, err = end(
         mpirun,
         2,
@@ -69,7 +69,7 @@ channel.recv()
 
 @pytest.mark.any_mpi
 @PATHS
-def test_what_is_sent_after_the_end_is_refused(mpirun, env):
+def test_sends_after_the_end_are_refused(mpirun, env):
     code, out, err = end(
         mpirun,
         2,

@@ -1,4 +1,4 @@
-"""Optimizers know of layers that were made divided without `parallelize`; failing in backward ends the job."""
+"""Sharded layers created without `parallelize`: optimizers recognise them, and a failing backward ends the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:
     raise AssertionError("it took a part for the whole")
 """
 
-# Of 32 ones the norm is the root of 32, though each rank has 16.
+# With 32 ones the norm is the square root of 32, though each rank has 16.
 CLIPPED = """
 import commlib, keras, numpy as np
 from commlib_tensorflow.tensor import ColumnDense
@@ -35,13 +35,13 @@ np.testing.assert_allclose(before - layer.kernel.numpy(), 0.5 / 32**0.5, rtol=1e
 @pytest.mark.parametrize(
     ("module", "program"), [("torch", REFUSED), pytest.param("tensorflow", CLIPPED, marks=pytest.mark.long)]
 )
-def test_layers_that_were_made_divided(mpirun, module, program):
+def test_optimizers_recognise_sharded_layers(mpirun, module, program):
     pytest.importorskip(module)
     done = mpirun(2, program, env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# The last rank fails behind its reduction of the input's gradient; the others wait for it in their next forward.
+# The last rank fails after its reduction of the input's gradient; the others wait for it in their next forward.
 FAILS = """
 import commlib, torch
 from commlib_torch.tensor import ColumnLinear, RowLinear

@@ -1,8 +1,8 @@
-"""Commands in README and docs run as they stand there, or say why a test does not run them.
+"""Commands in README and docs: they run as written, or the page says why no test runs them.
 
 A line before each console block says which: `<!-- run -->` (here: one script, in a folder with README's programs, after
-the earlier blocks of its page), `<!-- run by tests/... -->`, or `<!-- not run: why -->`. What a block shows below a
-command, behind `$ `, must be what it prints.
+the earlier blocks of its page), `<!-- run by tests/... -->`, or `<!-- not run: why -->`. The output that a block shows
+below a command, after `$ `, must be what the command prints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Commands of a page, and what its mark says of them."""
+    """Commands of a page, and their mark."""
 
     page: str
     line: int
@@ -44,8 +44,8 @@ class Block:
 def blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
     return [
-        Block(page, text.count("\n", 0, found.start()) + 1, found["mark"] or "", found["text"])
-        for found in BLOCK.finditer(text)
+        Block(page, text.count("\n", 0, match.start()) + 1, match["mark"] or "", match["text"])
+        for match in BLOCK.finditer(text)
     ]
 
 
@@ -53,12 +53,12 @@ ALL = [block for page in PAGES for block in blocks(page)]
 RUN = [page for page in PAGES if any(block.mark == "run" for block in blocks(page))]
 
 
-def test_every_block_says_whether_a_test_runs_it() -> None:
+def test_every_block_is_marked() -> None:
     silent = []
     for block in ALL:
         by = re.fullmatch(r"run by (tests/\S+\.py)", block.mark)
-        known = block.mark == "run" or (by and (ROOT / by[1]).is_file()) or REASON.match(block.mark)
-        if not known:
+        is_valid = block.mark == "run" or (by and (ROOT / by[1]).is_file()) or REASON.match(block.mark)
+        if not is_valid:
             silent.append(f"{block.page}:{block.line}: {block.mark or 'no mark'}")
     assert not silent, "\n".join(silent)
     assert len(RUN) > 3
@@ -79,18 +79,18 @@ def test_commands_run(page: str, tmp_path: Path, launch_environment: dict[str, s
     }
     for block in blocks(page):
         if block.mark == "run":
-            for script, shown in scripts(block.text):
+            for script, expected in scripts(block.text):
                 done = bash(script, tmp_path, environment)
-                said = f"{page}:{block.line}\n{script}--- stdout:\n{done.stdout}\n--- stderr:\n{done.stderr}"
-                assert done.returncode == 0, said
-                assert shown is None or done.stdout.split() == shown.split(), said
+                report = f"{page}:{block.line}\n{script}--- stdout:\n{done.stdout}\n--- stderr:\n{done.stderr}"
+                assert done.returncode == 0, report
+                assert expected is None or done.stdout.split() == expected.split(), report
 
 
 def scripts(text: str) -> list[tuple[str, str | None]]:
-    """Return the commands of a block, and what each prints, if that is shown."""
+    """Return the commands of a block, and the output of each, if the block shows it."""
     if not text.startswith("$ "):
         return [(text, None)]
-    return [(f"{command}\n", shown) for command, shown in COMMAND.findall(text)]
+    return [(f"{command}\n", expected) for command, expected in COMMAND.findall(text)]
 
 
 def bash(script: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -33,7 +33,7 @@ print("fine")
         assert events[-1]["args"] == {"name": f"rank {rank}"}
 
 
-def test_a_trace_ends_well_without_shutdown_and_is_rank_0s_by_default(mpirun, tmp_path):
+def test_a_trace_is_complete_without_shutdown_and_by_default_rank_0s(mpirun, tmp_path):
     done = mpirun(
         2,
         HEAD + "comm = commlib.init()\ncomm.barrier()\n",
@@ -46,8 +46,8 @@ def test_a_trace_ends_well_without_shutdown_and_is_rank_0s_by_default(mpirun, tm
 
 
 @pytest.mark.any_mpi
-def test_a_trace_that_one_rank_cannot_write_ends_all(mpirun, tmp_path):
-    """Else the others would wait in `init` for ever."""
+def test_a_trace_that_one_rank_cannot_write_fails_on_all(mpirun, tmp_path):
+    """Otherwise the others would wait in `init` for ever."""
     (tmp_path / "trace0.json").mkdir()
     done = mpirun(
         2,
@@ -65,7 +65,7 @@ except commlib.UsageError as error:
 
 
 @pytest.mark.any_mpi
-def test_a_setting_of_commlibs_own_wins_over_horovods(mpirun, tmp_path):
+def test_commlibs_setting_wins_over_horovods(mpirun, tmp_path):
     done = mpirun(
         1,
         HEAD

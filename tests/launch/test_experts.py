@@ -1,4 +1,4 @@
-"""Jobs with mixtures of experts: files that both frameworks read, the timeline, a rank that fails."""
+"""Jobs with mixtures of experts: files for both frameworks, the timeline, a rank that fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
 
 
 @pytest.mark.long
-def test_files_of_both_frameworks(mpirun, tmp_path):
-    """What PyTorch has trained on two ranks goes on in Keras on one, and from there in both on two."""
+def test_files_work_in_both_frameworks(mpirun, tmp_path):
+    """A model trained by PyTorch on two ranks is trained further in Keras on one, and from there in both on two."""
     pytest.importorskip("tensorflow")
     program = Path(__file__).with_name("experts_of_both.py")
     done = mpirun(2, [str(program), str(tmp_path)], env=QUIET, timeout=180)
@@ -34,7 +34,7 @@ with commlib.timeline("timeline.json"):
 
 
 @pytest.mark.long
-def test_the_timeline_shows_load(mpirun, tmp_path):
+def test_the_timeline_shows_the_load(mpirun, tmp_path):
     done = mpirun(2, TIMELINE)
     assert done.returncode == 0, done.stdout + done.stderr
     events = json.loads((tmp_path / "timeline.json").read_text())
@@ -43,7 +43,7 @@ def test_the_timeline_shows_load(mpirun, tmp_path):
     assert counted["args"] == {"0": 2, "1": 2, "2": 2, "3": 2}
 
 
-# One rank's expert fails; the others wait for its rows. In the forward, or in the backward.
+# One rank's expert fails; the others wait for its rows, in the forward or in the backward.
 FAILS = """
 import sys, commlib, torch
 from torch import nn
@@ -69,7 +69,7 @@ layer(torch.randn(5, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("when", ["forward", pytest.param("backward", marks=pytest.mark.long)])
-def test_an_expert_that_fails_ends_the_job(mpirun, when):
+def test_a_failing_expert_ends_the_job(mpirun, when):
     done = mpirun(3, f"WHEN = {when!r}\n{FAILS.replace('4, top_k', '6, top_k')}")
     assert done.returncode != 0
     assert "ValueError: out of luck" in done.stderr

@@ -1,4 +1,4 @@
-"""Jobs end: ranks that raise, die, leave or hang must not leave the others waiting, and the report names the rank."""
+"""Failing jobs: ranks that raise, die, exit or hang do not leave the others waiting, and the report names them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def event():
 
 @pytest.fixture(scope="session")
 def hydra():
-    """Whether mpiexec is MPICH's."""
+    """Return whether mpiexec is MPICH's."""
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert mpiexec is not None
     return "HYDRA" in subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
@@ -48,10 +48,10 @@ def hydra():
 def end(mpirun, n, program, *, env=None, head=HEAD):
     """Run a program; return its exit code and output, having checked that it ended soon after its event."""
     done = mpirun(n, head + program, env=env, timeout=START + SOON + 5)
-    ended = time.time()
+    end_time = time.time()
     times = [float(text) for text in re.findall(r"event at ([\d.]+)", done.stderr)]
     assert times, done.stderr
-    assert ended - min(times) < SOON, f"ended {ended - min(times):.1f} s after the event\n{done.stderr}"
+    assert end_time - min(times) < SOON, f"ended {end_time - min(times):.1f} s after the event\n{done.stderr}"
     return done.returncode, done.stdout, done.stderr
 
 
@@ -86,10 +86,10 @@ if comm.rank == 1:
     ("env", "seconds"),
     [({}, "1"), ({"OMPI_MCA_opal_abort_delay": "0"}, None), ({"OMPI_MCA_mpi_abort_delay": "2"}, "2")],
 )
-def test_aborts_do_not_cross(mpirun, hydra, env, seconds):
-    """Open MPI's launcher could wait for ever: a rank whose connection an abort had cut aborted in the same moment.
+def test_aborts_do_not_deadlock(mpirun, hydra, env, seconds):
+    """Open MPI's launcher could wait for ever: a rank whose connection an abort had cut aborted at the same moment.
 
-    Each leaves the abort before it time to end it, unless the user has set that time.
+    Each rank gives an earlier abort time to end the job, unless the user has set that time.
     """
     if hydra:
         pytest.skip("a setting of Open MPI")
@@ -101,8 +101,8 @@ def test_aborts_do_not_cross(mpirun, hydra, env, seconds):
 
 
 @pytest.mark.any_mpi
-def test_last_words_are_not_lost_in_the_buffer_of_another_hook(mpirun):
-    """torch.distributed installs such a hook; the job used to end without a word."""
+def test_final_output_is_flushed_before_another_exit_hook(mpirun):
+    """torch.distributed installs such a hook; the job used to end silently."""
     code, _, err = end(
         mpirun,
         2,
@@ -114,8 +114,8 @@ def hook(*args):
     try:
         before(*args)
     finally:
-        said, sys.stderr = sys.stderr.getvalue(), stderr
-    sys.stderr.write(said)
+        text, sys.stderr = sys.stderr.getvalue(), stderr
+    sys.stderr.write(text)
 sys.excepthook = hook
 if comm.rank == 1:
     event()
@@ -164,7 +164,7 @@ def test_sys_exit_on_one_rank_ends_the_job(mpirun):
 @pytest.mark.parametrize(
     "wait", [pytest.param(wait, marks=pytest.mark.long) if wait in ("ring", "async") else wait for wait in WAITS]
 )
-def test_a_rank_that_ends_early_is_named_to_those_who_wait(mpirun, wait):
+def test_a_rank_that_exits_early_is_named_to_waiting_ranks(mpirun, wait):
     code, out, err = end(
         mpirun,
         2,
@@ -189,8 +189,8 @@ else:
 
 
 @pytest.mark.any_mpi
-def test_a_rank_that_ends_early_across_nodes(mpirun):
-    """Without shared memory nobody can look whether the other is still there."""
+def test_a_rank_that_exits_early_across_nodes(mpirun):
+    """Without shared memory no rank can check whether another one still exists."""
     code, _, err = end(
         mpirun,
         2,
@@ -201,7 +201,7 @@ def test_a_rank_that_ends_early_across_nodes(mpirun):
     assert re.search(r"PeerError.*rank 1", err)
 
 
-def test_who_needs_nobody_ends_well_after_a_rank_has_left(mpirun):
+def test_an_independent_rank_succeeds_after_another_has_exited(mpirun):
     code, out, err = end(
         mpirun,
         3,
@@ -233,14 +233,14 @@ if {stuck}:
     assert re.search(r"commlib: rank \d of 2 on \S+ left the program with .*unfinished.*recv from rank \d, tag 4", err)
 
 
-def test_exit_with_a_collective_that_one_rank_only_has_launched(mpirun):
+def test_exit_with_a_collective_launched_by_one_rank_only(mpirun):
     code, _, err = end(mpirun, 2, "\nevent()\nif comm.rank == 0:\n    work = comm.all_reduce_async(x)\n")
     assert code != 0
     assert re.search(r"rank 0 of 2.*unfinished all_reduce|PeerError.*rank 1", err, re.DOTALL)
 
 
 def test_exit_finishes_work_that_can_end(mpirun):
-    """Launched everywhere, waited for nowhere: it is finished at exit, and nothing is said."""
+    """Launched everywhere, waited for nowhere: it is finished at exit, and nothing is printed."""
     code, _, err = end(
         mpirun,
         2,
@@ -334,7 +334,7 @@ print("well", flush=True)
 
 
 def test_a_large_message_for_a_short_receive(mpirun):
-    """Open MPI 5.0.11 corrupts memory if such a receive is posted: commlib must look first."""
+    """Open MPI 5.0.11 corrupts memory if such a receive is posted: commlib must check the length first."""
     code, out, err = end(
         mpirun,
         2,
@@ -381,7 +381,7 @@ SETTINGS = {
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("case", SETTINGS)
-def test_a_wrong_environment_is_an_error(mpirun, case):
+def test_an_invalid_environment_is_an_error(mpirun, case):
     env, message = SETTINGS[case]
     head = "import sys, time\nsys.stderr.write(f'event at {time.time()}\\n')\nimport commlib\n"
     code, out, err = end(mpirun, 1, "commlib.init()\nprint('started')", head=head, env=env)
@@ -390,7 +390,7 @@ def test_a_wrong_environment_is_an_error(mpirun, case):
 
 
 def test_an_error_of_init_on_one_rank_ends_the_job(mpirun):
-    """MPI has started by then: a rank that merely ended would wait for the others in MPI_Finalize, and they for it."""
+    """MPI has started by then: a rank that simply ended would wait for the others in MPI_Finalize, and they for it."""
     head = """
 import os, sys, time
 from mpi4py import MPI
@@ -411,8 +411,8 @@ def test_one_process_under_slurm_is_fine(mpirun):
 
 
 @pytest.mark.any_mpi
-def test_memory_that_was_shared_in_another_order_elsewhere_ends_with_the_job(mpirun):
-    """Open MPI hung in MPI_Finalize: it freed the windows of one rank in another order than those of the others."""
+def test_memory_shared_in_another_order_on_other_ranks_does_not_hang_the_end(mpirun):
+    """Open MPI hung in MPI_Finalize: one rank freed its windows in another order than the others."""
     done = mpirun(
         2,
         """
@@ -443,14 +443,14 @@ print("shared", len(kept))
 @pytest.mark.parametrize(
     "end_of_it", ["", pytest.param("commlib.shutdown()", marks=pytest.mark.long)], ids=["exit", "shutdown"]
 )
-def test_a_job_whose_last_broadcast_had_two_roots_does_not_end_well(mpirun, end_of_it):
-    """Each root sent its own data to the other and took none: both kept their own, and the job ended with code 0."""
+def test_a_job_whose_last_broadcast_had_two_roots_fails(mpirun, end_of_it):
+    """Each root sent its own data to the other and received none: both kept their own, and the exit code was 0."""
     code, _, err = end(
         mpirun,
         2,
         f"""
 comm.broadcast(np.ones(8), root=comm.rank)
-time.sleep(comm.rank)  # the last one to leave hears of it in any case
+time.sleep(comm.rank)  # the last one to exit notices it in any case
 event()
 {end_of_it}
 """,

@@ -44,40 +44,40 @@ cache.write = die
 
 
 @pytest.fixture
-def lacking(tmp_path: Path) -> dict[str, str]:
-    """The setting of a cache in which some kernels are not, and that numba's own is not used: all take 20 s."""
-    kept = cache.folder()
-    assert kept is not None
-    here = tmp_path / "cache"
-    (here / "commlib").mkdir(0o700, parents=True)
-    here.chmod(0o700)
-    copy = shutil.copytree(kept, here / "commlib" / kept.name)
+def incomplete_cache(tmp_path: Path) -> dict[str, str]:
+    """Settings of a cache that lacks some kernels, and without numba's own cache: compiling all takes 20 s."""
+    original = cache.folder()
+    assert original is not None
+    folder = tmp_path / "cache"
+    (folder / "commlib").mkdir(0o700, parents=True)
+    folder.chmod(0o700)
+    copy = shutil.copytree(original, folder / "commlib" / original.name)
     for kernel in copy.glob("reduce.*"):
         kernel.unlink()
-    return {"XDG_CACHE_HOME": str(here), "NUMBA_CACHE_DIR": ""}
+    return {"XDG_CACHE_HOME": str(folder), "NUMBA_CACHE_DIR": ""}
 
 
-def compiles_once(mpirun: MpiRun, ranks: int, lacking: dict[str, str]) -> None:
-    first = mpirun(ranks, PROGRAM, env=lacking, timeout=100)
+def compiles_once(mpirun: MpiRun, ranks: int, incomplete_cache: dict[str, str]) -> None:
+    first = mpirun(ranks, PROGRAM, env=incomplete_cache, timeout=100)
     assert first.returncode == 0, first.stderr
     assert first.stderr.count(LINE) == 1, first.stderr
-    then = mpirun(ranks, PROGRAM, env=lacking)
-    assert (then.returncode, then.stderr) == (0, "")
+    second = mpirun(ranks, PROGRAM, env=incomplete_cache)
+    assert (second.returncode, second.stderr) == (0, "")
 
 
-def test_ranks_compile_together_and_one_of_them_says_so(mpirun: MpiRun, lacking: dict[str, str]) -> None:
-    """Every rank compiled every kernel, and none said what it was doing."""
-    compiles_once(mpirun, 4, lacking)
+def test_ranks_compile_together_and_one_of_them_reports_it(mpirun: MpiRun, incomplete_cache: dict[str, str]) -> None:
+    """Every rank compiled every kernel, and none reported it."""
+    compiles_once(mpirun, 4, incomplete_cache)
 
 
 @pytest.mark.long
-def test_ranks_that_find_nothing_at_all_compile_together(mpirun: MpiRun, tmp_path: Path) -> None:
+def test_ranks_with_an_empty_cache_compile_together(mpirun: MpiRun, tmp_path: Path) -> None:
     compiles_once(mpirun, 4, {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""})
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_while_it_compiles_ends_the_job_and_not_the_next(
-    mpirun: MpiRun, lacking: dict[str, str]
+def test_a_rank_killed_while_compiling_ends_its_job_but_not_the_next(
+    mpirun: MpiRun, incomplete_cache: dict[str, str]
 ) -> None:
-    assert mpirun(2, KILLED, env=lacking).returncode != 0
-    compiles_once(mpirun, 2, lacking)
+    assert mpirun(2, KILLED, env=incomplete_cache).returncode != 0
+    compiles_once(mpirun, 2, incomplete_cache)

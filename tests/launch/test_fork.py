@@ -1,4 +1,4 @@
-"""Forked children say that they are children, speak to no rank, and end without disturbing the job."""
+"""Forked children: they report that they are children, communicate with no rank, and end without disturbing the job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def end_of(child):
 
 
 @pytest.mark.any_mpi
-def test_every_call_of_a_child_says_that_it_is_one(mpirun):
+def test_every_call_in_a_child_is_refused_as_a_childs(mpirun):
     """A child's all_reduce was paired with that of the peer."""
     done = mpirun(
         2,
@@ -64,8 +64,8 @@ print("well", flush=True)
     assert (done.returncode, done.stdout) == (0, "well\nwell\n"), done.stderr
 
 
-def test_the_end_of_a_child_is_not_that_of_its_parent(mpirun):
-    """It told the others that the parent had left; and MPI_Finalize in a child waited for ever."""
+def test_a_childs_end_is_not_its_parents(mpirun):
+    """It notified the others that the parent had left; and MPI_Finalize in a child waited for ever."""
     done = mpirun(
         2,
         HEAD
@@ -155,7 +155,7 @@ print("well", flush=True)
 
 @pytest.mark.any_mpi
 def test_workers_of_a_data_loader(mpirun):
-    """An uncaught error of a worker is told by its parent; the workers end, and say nothing of MPI."""
+    """The parent reports a worker's uncaught error; the workers end, and print nothing about MPI."""
     pytest.importorskip("torch")
     done = mpirun(
         2,

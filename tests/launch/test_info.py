@@ -1,4 +1,4 @@
-"""`commlib info` in jobs: rank 0 tells it for all, traps are seen where they are, and a wrong launcher is named."""
+"""`commlib info` in jobs: rank 0 reports for all, problems are found on their ranks, and a wrong launcher is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.launch.test_start import other_mpiexec
 
 INFO = ["-m", "commlib", "info"]
-BOUND = {  # as Open MPI 5 does without being told, Open MPI 4, and MPICH if it is told
+BOUND = {  # Open MPI 5 by default, Open MPI 4, and MPICH with an option
     "PRTE_MCA_rmaps_default_mapping_policy": "core",
     "PRTE_MCA_hwloc_default_binding_policy": "core",
     "OMPI_MCA_hwloc_base_binding_policy": "core",
@@ -21,22 +21,22 @@ BOUND = {  # as Open MPI 5 does without being told, Open MPI 4, and MPICH if it 
 }
 
 
-def test_rank_0_tells_it_for_all(mpirun):
+def test_rank_0_reports_for_all(mpirun):
     done = mpirun(2, [*INFO, "--json"])
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [rank["rank"] for rank in told["ranks"]] == [0, 1]
-    assert {rank["on_node"] for rank in told["ranks"]} == {2}
-    assert told["start"]["size"] == 2 and [rank["start"]["local_rank"] for rank in told["ranks"]] == [0, 1]
-    assert told["mpi"]["threads"] == "MULTIPLE" and told["mpi"]["vendor"] in ("Open MPI", "MPICH")
-    node = told["network"]["node"]
+    report = json.loads(done.stdout)
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert {rank["on_node"] for rank in report["ranks"]} == {2}
+    assert report["start"]["size"] == 2 and [rank["start"]["local_rank"] for rank in report["ranks"]] == [0, 1]
+    assert report["mpi"]["threads"] == "MULTIPLE" and report["mpi"]["vendor"] in ("Open MPI", "MPICH")
+    node = report["network"]["node"]
     assert node["ranks"] == [0, 1] and 0 < node["seconds"] < 1 and node["bandwidth"] > 1e6
-    assert told["network"]["between"] is None and set(told["network"]["all_reduce"]) == {"8", "1048576"}
+    assert report["network"]["between"] is None and set(report["network"]["all_reduce"]) == {"8", "1048576"}
 
 
 @pytest.mark.any_mpi
-def test_traps_of_a_job_are_all_told(mpirun):
-    """Settings that do not fit, a low limit of one rank, and a core for each, as Open MPI binds up to two ranks."""
+def test_all_problems_of_a_job_are_reported(mpirun):
+    """Settings that do not fit, a low limit on one rank, and one core each, as Open MPI binds up to two ranks."""
     program = """
 import os, resource, runpy, sys
 if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
@@ -58,7 +58,7 @@ runpy.run_module("commlib", run_name="__main__")
         assert warned == bool(re.search(r"^packages .*(torch|tensorflow)", done.stdout, re.MULTILINE))
 
 
-def test_the_launcher_of_another_mpi_is_told_once(launch_environment):
+def test_the_launcher_of_another_mpi_is_reported_once(launch_environment):
     mpiexec = other_mpiexec()
     if mpiexec is None:
         pytest.skip("there is one MPI only")
@@ -78,7 +78,7 @@ def test_the_launcher_of_another_mpi_is_told_once(launch_environment):
 
 @pytest.mark.any_mpi
 def test_srun_with_the_wrong_protocol(launch_environment):
-    """Every process is a rank 0 of 1 then; the first one tells it, and the others say nothing."""
+    """Every process is then rank 0 of 1; the first one reports it, and the others print nothing."""
     for task in ("0", "2"):
         step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": task, "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": task}
         done = subprocess.run(
@@ -98,7 +98,7 @@ def test_srun_with_the_wrong_protocol(launch_environment):
 
 @pytest.mark.any_mpi
 def test_a_start_that_hangs(launch_environment):
-    """A launcher is said to be there, and its daemon does not answer."""
+    """A launcher is claimed to exist, and its daemon does not answer."""
     program = """
 import runpy, sys, time
 from commlib.launch import mpi_start
@@ -106,10 +106,10 @@ mpi_start.load_mpi = lambda: time.sleep(100)
 sys.argv = ["commlib", "info", "--timeout", "1"]
 runpy.run_module("commlib", run_name="__main__")
 """
-    told = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**launch_environment, **told, "COLUMNS": "80"},
+        env={**launch_environment, **slurm, "COLUMNS": "80"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -119,9 +119,9 @@ runpy.run_module("commlib", run_name="__main__")
 
 
 @pytest.mark.any_mpi
-@pytest.mark.long  # tests/unit/diagnosis has the time limit by itself
-def test_a_rank_that_is_stopped(mpirun):
-    """MPI waits for it for ever: rank 0 tells what it knows, and ends the job."""
+@pytest.mark.long  # tests/unit/diagnosis tests the time limit by itself
+def test_a_stopped_rank(mpirun):
+    """MPI waits for it for ever: rank 0 reports what it knows, and ends the job."""
     program = """
 import os, runpy, signal, sys
 from commlib.diagnosis import collection
@@ -137,8 +137,8 @@ runpy.run_module("commlib", run_name="__main__")
 
 
 @pytest.mark.any_mpi
-def test_json_is_all_that_comes_to_standard_output(mpirun):
-    """A library's warning as MPI ended stood there, too (UCX's, of a message that nobody had received)."""
+def test_standard_output_is_pure_json(mpirun):
+    """A library's warning while MPI ended was printed there, too (UCX's, about a message that nobody had received)."""
     done = mpirun(
         2,
         """

@@ -1,4 +1,4 @@
-"""The command where processes cannot join: started by the launcher of another MPI, each is a world of its own."""
+"""Commands whose processes cannot join: started by the launcher of another MPI, each is a world of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.any_mpi
 
-ALONE = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}  # what srun says; MPI sees one process
+ALONE = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}  # as srun sets it; MPI sees one process
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ ALONE = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}  # what srun says; M
     ],
     ids=" ".join,
 )
-def test_it_is_said_in_one_line(launch_environment, tmp_path, words):
+def test_the_error_is_one_line(launch_environment, tmp_path, words):
     """There was a traceback for each of the processes."""
     command = [sys.executable, "-m", "commlib", *words]
     done = subprocess.run(
@@ -34,7 +34,7 @@ def test_it_is_said_in_one_line(launch_environment, tmp_path, words):
     assert "Slurm started 4 tasks, but MPI sees one process" in lines[0]
 
 
-def test_where_others_wait_it_ends_the_job(mpirun):
+def test_it_ends_the_job_if_others_wait(mpirun):
     program = """
 import sys
 from mpi4py import MPI

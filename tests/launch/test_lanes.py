@@ -1,4 +1,4 @@
-"""Messages on a node at the ends of things: ranks that leave or die, groups that are closed."""
+"""Messages on a node at the end of jobs and groups: ranks that exit or die, groups that are closed."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ else:
 @pytest.mark.parametrize(
     "end", ["commlib.shutdown()", pytest.param("sys.exit()", marks=pytest.mark.any_mpi)], ids=["shutdown", "exit"]
 )
-def test_messages_of_a_rank_that_has_left(mpirun, end):
-    """More than one ring of them, which nobody had looked for before they were left."""
+def test_messages_of_a_rank_that_has_exited(mpirun, end):
+    """More than one ring of them, all unreceived when it exited."""
     done = mpirun(2, HEAD + LEFT.format(end=end), timeout=60)
     assert (done.returncode, done.stdout) == (0, "received, and then True\n"), done.stderr[-3000:]
 
@@ -65,8 +65,8 @@ print("done")
 
 
 @pytest.mark.any_mpi
-def test_closed_groups_give_back_what_nobody_has_received(mpirun):
-    """MPICH gave a later group the letters of an earlier one, about memory that was gone."""
+def test_closed_groups_discard_unreceived_messages(mpirun):
+    """MPICH passed a later group an earlier one's messages, which referred to freed memory."""
     done = mpirun(2, HEAD + GROUPS, timeout=110)
     prints(done, "done", "done")
 
@@ -85,6 +85,6 @@ else:
 
 
 def test_a_receive_from_a_rank_that_dies_ends(mpirun):
-    """By an error, or with the job where the launcher is faster."""
+    """With an error, or with the job where the launcher is faster."""
     done = mpirun(2, HEAD + DIES, timeout=60)
     assert done.returncode != 0 and "went on" not in done.stdout, done.stdout

@@ -1,4 +1,4 @@
-"""Groups come and go for as long as a job lasts."""
+"""Groups that are created and dropped throughout a job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.launch.ends import prints
 
-# More groups than MPICH has communicators for. Open MPI's limit is far: there the order of freeing is tested.
+# More groups than MPICH has communicators. Open MPI's limit is far off: there this tests the order of freeing.
 HEAD = """
 import commlib, gc, numpy as np
 from mpi4py import MPI
@@ -45,8 +45,8 @@ print("done")
 @pytest.mark.parametrize(
     "program", [CYCLES, pytest.param(DROPPED, marks=pytest.mark.long)], ids=["init and shutdown", "dropped"]
 )
-def test_groups_that_are_no_longer_used_are_freed(mpirun, program):
-    """MPICH has some 2,000 communicators: with 300 cycles of init, split and shutdown there were 'Too many'."""
+def test_unused_groups_are_freed(mpirun, program):
+    """MPICH has some 2,000 communicators: 300 cycles of init, split and shutdown raised 'Too many'."""
     done = mpirun(2, HEAD + program, timeout=110)
     prints(done, "done", "done")
 
@@ -75,7 +75,7 @@ print("done")
 
 @pytest.mark.long
 @pytest.mark.any_mpi
-def test_closed_groups_give_everything_back(mpirun):
+def test_closed_groups_free_everything(mpirun):
     """Memory, descriptors and threads; communicators too: MPICH has fewer than these cycles."""
     done = mpirun(2, HEAD + CLOSED, timeout=110)
     prints(done, "done", "done")
@@ -98,7 +98,7 @@ print("done")
 
 
 @pytest.mark.any_mpi
-def test_groups_cost_no_shared_memory_until_they_are_used(mpirun):
+def test_groups_use_no_shared_memory_before_their_first_use(mpirun):
     done = mpirun(4, HEAD + UNUSED)
     prints(done, *["done"] * 4)
 
@@ -120,14 +120,14 @@ else:
 """
 
 
-def test_a_group_without_a_board_sees_who_has_left(mpirun):
-    """Its parent's board tells; without parting messages of its own, 129 groups end in 2 s instead of 20."""
+def test_a_group_without_a_board_notices_exited_ranks(mpirun):
+    """It uses its parent's board; without farewell messages of their own, 129 groups end in 2 s instead of 20."""
     done = mpirun(2, HEAD + LEFT)
     prints(done, "told")
 
 
 @pytest.mark.any_mpi
-def test_leaving_many_groups_takes_one_moment(mpirun):
+def test_leaving_many_groups_is_fast(mpirun):
     """Between nodes each group took 0.15 s, one after the other, because ranks left them in different orders."""
     done = mpirun(
         4,

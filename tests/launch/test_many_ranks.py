@@ -1,4 +1,4 @@
-"""Far more ranks on a node than it has cores."""
+"""More ranks on a node than cores, by far."""
 
 from __future__ import annotations
 

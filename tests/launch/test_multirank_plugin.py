@@ -1,4 +1,4 @@
-"""tests/plugins/multirank.py does what it says: every test here runs a small suite of its own on two ranks."""
+"""tests/plugins/multirank.py: every test here runs a small suite of its own on two ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_suite(tmp_path: Path, mpirun: RunSuite) -> RunSuite:
         (suite / "conftest.py").write_text('pytest_plugins = ["tests.plugins.multirank"]\n')
         (suite / "test_it.py").write_text(PREAMBLE + text)
         arguments = ["-m", "pytest", "--color=no", "-p", "no:cacheprovider", str(suite)]
-        return mpirun(n, arguments, env={"CI": ci, "BUILD_NUMBER": ""})  # pytest shortens its summary without them
+        return mpirun(n, arguments, env={"CI": ci, "BUILD_NUMBER": ""})  # otherwise pytest shortens its summary
 
     return run
 
@@ -44,7 +44,7 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def test_all_pass_and_rank_0_alone_prints(run_suite):
+def test_all_pass_and_only_rank_0_prints(run_suite):
     done = run_suite("def test_a(): pass\ndef test_b(): pass\n")
     assert done.returncode == 0, done
     assert done.stdout.count("2 passed") == 1
@@ -52,7 +52,7 @@ def test_all_pass_and_rank_0_alone_prints(run_suite):
 
 
 @pytest.mark.parametrize("ci", ["", pytest.param("true", marks=pytest.mark.long)])
-def test_a_failure_on_rank_1_alone_is_shown_once(run_suite, ci):
+def test_a_failure_on_rank_1_only_is_shown_once(run_suite, ci):
     text = "def test_a():\n    print('seen', 'there')\n    assert rank == 0\ndef test_b(): pass\n"
     done = run_suite(text, ci=ci)
     assert done.returncode != 0
@@ -64,7 +64,7 @@ def test_a_failure_on_rank_1_alone_is_shown_once(run_suite, ci):
     assert "test_a - assert 1 == 0" in done.stdout  # the summary
 
 
-def test_a_failure_in_set_up_on_rank_1_keeps_rank_0_from_the_test(run_suite):
+def test_a_failed_set_up_on_rank_1_keeps_rank_0_out_of_the_test(run_suite):
     done = run_suite("@pytest.fixture\ndef f():\n    assert rank == 0\ndef test_a(f): MPI.COMM_WORLD.Barrier()\n")
     assert done.returncode != 0
     assert "1 error" in last_line(done)
@@ -86,7 +86,7 @@ def test_a_hang_ends_and_prints_the_stuck_line(run_suite):
     assert re.search(rf'test_it.py", line {stuck} in test_a', done.stderr), done
 
 
-def test_a_failure_that_makes_the_others_hang_is_shown(run_suite):
+def test_a_failure_that_hangs_the_others_is_shown(run_suite):
     done = run_suite("def test_a():\n    assert rank == 0\n    MPI.COMM_WORLD.Barrier()\n", seconds=4)
     assert done.returncode != 0
     assert done.stderr.count("rank 1 failed and still waits for the others") == 1
@@ -99,24 +99,24 @@ def test_a_rank_that_dies_ends_the_job(run_suite, death):
     assert done.returncode != 0
 
 
-def test_a_rank_that_leaves_the_session_takes_the_others_along(run_suite):
+def test_a_rank_that_leaves_the_session_ends_the_others(run_suite):
     done = run_suite(
         "def test_a():\n    if rank == 1:\n        pytest.exit('enough', returncode=4)\ndef test_b(): pass\n"
     )
     assert done.returncode != 0
     assert "the ranks went different ways" in done.stdout
     assert "--- rank 1:\nthe end of the session" in done.stdout
-    assert "enough" in done.stderr  # what rank 1 would have printed
+    assert "enough" in done.stderr  # rank 1 would have printed this
 
 
-def test_a_skip_on_one_rank_alone_is_a_failure(run_suite):
+def test_a_skip_on_one_rank_only_is_a_failure(run_suite):
     done = run_suite("def test_a():\n    if rank == 1:\n        pytest.skip('no')\n")
     assert done.returncode != 0
     assert "the ranks disagree" in done.stdout
     assert re.search("--- rank 1:\nskipped .*no", done.stdout)
 
 
-def test_skips_and_expected_failures_on_all_ranks_stay_what_they_are(run_suite):
+def test_skips_and_expected_failures_on_all_ranks_are_unchanged(run_suite):
     done = run_suite("def test_a(): pytest.skip('no')\n@pytest.mark.xfail\ndef test_b(): assert False\n")
     assert done.returncode == 0, done
     assert "1 skipped, 1 xfailed" in last_line(done)
@@ -134,8 +134,8 @@ def test_an_import_error_on_rank_1_is_shown(run_suite):
     assert "No module named 'not_there'" in done.stdout
 
 
-def test_the_marker_ranks_skips_alike(run_suite):
-    """What was not named, as in ranks(3), was no mark at all."""
+def test_the_ranks_marker_skips_on_all_ranks(run_suite):
+    """Positional arguments, as in ranks(3), had no effect."""
     text = "@pytest.mark.ranks(min=3)\ndef test_a(): pass\n@pytest.mark.ranks(min=2, max=2)\ndef test_b(): pass\n"
     done = run_suite(text + "@pytest.mark.ranks(3)\ndef test_c(): pass\n")
     assert done.returncode == 0, done

@@ -1,4 +1,4 @@
-"""Named operations from outside: idle jobs, ranks that do not come, and starting again."""
+"""Named operations from outside: idle jobs, ranks that are missing, and restarts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def reduce(name, rows=3):
 """
 
 
-def test_who_waits_or_idles_burns_no_core(mpirun):
-    """A poll every millisecond, as Horovod has it, takes some per cent of a core on each rank, always."""
+def test_waiting_and_idle_ranks_use_no_core(mpirun):
+    """A poll every millisecond, as in Horovod, takes some per cent of a core on each rank, always."""
     done = mpirun(
         2,
         HEAD
@@ -36,7 +36,7 @@ def share(seconds):
 hvd.start_barrier().wait()
 idle = share(1.0)
 hvd.start_barrier().wait()
-work = reduce("late") if hvd.rank() == 0 else None  # rank 1 asks for nothing for a while
+work = reduce("late") if hvd.rank() == 0 else None  # rank 1 requests nothing for a while
 waiting = share(1.5)
 work = work or reduce("late")
 work.wait()
@@ -59,8 +59,8 @@ print(f"\\nshares {idle:.4f} {waiting:.4f} {crossed:.4f}")
 
 
 @pytest.mark.any_mpi
-def test_a_rank_that_does_not_come_is_named_with_what_it_did_last(mpirun):
-    """The late rank comes when the other has said so: a busy machine decides after how many seconds."""
+def test_a_missing_rank_is_named_with_its_last_operation(mpirun):
+    """The late rank arrives when the other has reported it: the time depends on how busy the machine is."""
     done = mpirun(
         2,
         HEAD
@@ -90,7 +90,7 @@ reduce("x").wait()
 
 
 @pytest.mark.any_mpi
-def test_ranks_that_ask_for_different_names_are_told(mpirun):
+def test_ranks_that_request_different_names_get_an_error(mpirun):
     done = mpirun(
         2,
         HEAD
@@ -113,7 +113,7 @@ reduce("both").wait()
         ), done.stdout
 
 
-def test_an_uncaught_exception_ends_the_job_although_others_wait(mpirun):
+def test_an_uncaught_exception_ends_the_job_while_others_wait(mpirun):
     done = mpirun(
         2,
         HEAD
@@ -129,7 +129,7 @@ reduce("x").wait()
 
 
 @pytest.mark.any_mpi
-def test_an_operation_that_nobody_else_asks_for_is_named_at_the_end(mpirun):
+def test_an_operation_of_one_rank_only_is_named_at_the_end(mpirun):
     done = mpirun(
         2,
         HEAD + "\nhvd.init()\nif hvd.rank() == 0: reduce('only here')\n",
@@ -187,8 +187,8 @@ print("fine")
 
 
 @pytest.mark.any_mpi
-def test_process_sets_of_communicators_that_a_split_made(mpirun):
-    """As Horovod's documents show it: each rank gives its own, which was a mismatch of [0, 2] and [1]."""
+def test_process_sets_of_communicators_from_a_split(mpirun):
+    """As in Horovod's documentation: each rank passes its own, which was a mismatch of [0, 2] and [1]."""
     done = mpirun(
         3,
         HEAD
@@ -251,7 +251,7 @@ assert new.process_set_id is None
 hvd.init(process_sets=[new])
 assert new.process_set_id == 5
 
-# What stands for a set goes with it.
+# Another object for the same set is removed with it.
 other = hvd.ProcessSet([0, 1])
 hvd.init(process_sets=[other])
 assert other.process_set_id == 3 and (not other.included() or other.communicator("test") is low.communicator("test"))
@@ -269,7 +269,7 @@ print("fine")
 
 @pytest.mark.any_mpi
 def test_horovods_environment(mpirun, tmp_path):
-    """It was ignored in silence. A setting of commlib's own wins; what means nothing is named, once."""
+    """It was silently ignored. A setting of commlib's own wins; one without meaning is named, once."""
     done = mpirun(
         2,
         HEAD
@@ -299,18 +299,18 @@ print("fine")
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fine") == 2
-    said = "commlib does not support these variables and ignores them: HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
-    assert done.stderr.count(said) == 1, done.stderr
+    warning = "commlib does not support these variables and ignores them: HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
+    assert done.stderr.count(warning) == 1, done.stderr
 
 
-def test_processes_that_horovods_launcher_started_without_mpi(mpirun):
+def test_processes_started_by_horovods_launcher_without_mpi(mpirun):
     done = mpirun(1, HEAD + "\nhvd.init()\n", env={"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"})
     assert done.returncode != 0
     assert "started 2 processes (HOROVOD_SIZE), but MPI sees one" in done.stderr, done.stderr
 
 
-def test_elastic_functions_one_after_another(mpirun):
-    """A rank that came back to the first one met those that were in the second: both got sums of the other."""
+def test_elastic_functions_in_sequence(mpirun):
+    """A rank that returned to the first one mixed with those in the second: both got the other's sums."""
     done = mpirun(
         2,
         HEAD
@@ -342,6 +342,6 @@ except commlib.CommlibError as error:
 """,
         env={"COMMLIB_TIMEOUT": "20"},
     )
-    said = sorted(line for line in done.stdout.splitlines() if line)
-    assert said == ["error UsageError", "error UsageError", "first 6.0"], said
-    assert done.returncode == 0, done.stderr  # nobody waits for anybody
+    lines = sorted(line for line in done.stdout.splitlines() if line)
+    assert lines == ["error UsageError", "error UsageError", "first 6.0"], lines
+    assert done.returncode == 0, done.stderr  # no rank waits for another

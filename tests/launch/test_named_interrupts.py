@@ -1,4 +1,4 @@
-"""A signal's handler raises while its rank waits for a named operation: that goes on, or the set says it has failed."""
+"""Signal handlers that raise in a wait for a named operation: it continues, or the set reports failure."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ signal.signal(signal.SIGALRM, raise_alarm)
 
 
 @pytest.mark.parametrize("ranks, node_path", [(2, "1"), (3, "0")])
-def test_interrupted_while_others_are_late(mpirun, ranks, node_path):
-    """The others were told only if they came to the call after it; between nodes they waited for ever."""
+def test_an_interrupt_while_others_are_late(mpirun, ranks, node_path):
+    """The others were notified only in the call after it; between nodes they waited for ever."""
     done = mpirun(
         ranks,
         HEAD
@@ -65,13 +65,15 @@ time.sleep(2)
         begin = f"PeerError on {ranks - 1}: process set 0: allreduce '{name}': rank {ranks - 1}: interrupted by Alarm: "
         assert begin + "time is up, and out of step with the other ranks since" in done.stdout, done.stdout
         for rank in range(ranks - 1):
-            told = rf"PeerError on {rank}: process set 0: allreduce '{name}': rank {rank}: waited for a rank that will "
-            told += rf"not come: (.*; )?rank {ranks - 1} has given up process set 0: it was interrupted by Alarm: time"
-            assert re.search(told, done.stdout), done.stdout
+            error = (
+                rf"PeerError on {rank}: process set 0: allreduce '{name}': rank {rank}: waited for a rank that will "
+            )
+            error += rf"not come: (.*; )?rank {ranks - 1} has given up process set 0: it was interrupted by Alarm: time"
+            assert re.search(error, done.stdout), done.stdout
 
 
-def test_interrupted_between_cycles_it_goes_on(mpirun):
-    """Both ranks wait, for different names: no cycle is under way for most of the time, and nothing is lost then."""
+def test_an_interrupt_between_cycles_loses_nothing(mpirun):
+    """Both ranks wait, for different names: no cycle is in progress for most of the time."""
     done = mpirun(
         2,
         HEAD
@@ -108,7 +110,7 @@ print(f"\\nfine on {rank}", flush=True)
 
 @pytest.mark.parametrize("node_path", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_a_signal_at_any_moment(mpirun, node_path):
-    """Every result is right, or the set has failed on all ranks and says so; nothing hangs."""
+    """Every result is correct, or the set has failed on all ranks and reports it; nothing hangs."""
     done = mpirun(
         2,
         HEAD
@@ -123,7 +125,7 @@ for trial in range(12):
     steps = interrupts = 0
     for step in range(60):
         x, y = np.full(3, float(step + rank)), np.full(500, 1.0)
-        try:  # an alarm after both are done is told to the next that is submitted
+        try:  # an alarm after both are done is raised by the next submission
             work, other = [
                 coordinator.submit(OpRequest("allreduce", name, (("float64", a.shape),), (("op", "sum"),)), [a], [a])
                 for name, a in (("x", x), (f"y{step % 3}", y))
@@ -158,8 +160,8 @@ print(f"\\n{rank} ends: {sum(fine for fine, _ in outcomes)} fine, {sum(n for _, 
     assert re.search(r"1 ends: \d+ fine, [1-9]\d* interrupts", done.stdout), done.stdout
 
 
-def test_whoever_caught_the_interruption_may_leave(mpirun):
-    """The job was aborted at its end, because of a failed operation that nobody had asked for."""
+def test_a_rank_that_caught_the_interrupt_may_exit(mpirun):
+    """The job was aborted at its end, because of a failed operation that no rank had requested."""
     done = mpirun(
         2,
         HEAD

@@ -1,4 +1,4 @@
-"""A wait for named operations ends in the users' words: names, process sets, and ranks as users know them."""
+"""Waits for named operations: errors in the users' terms, with names, process sets, and the users' rank numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commlib import horovod as hvd
 def start(name=None, rows=3, **options):
     return hvd.start_allreduce([np.ones(rows)], [np.ones(rows)], name, op=hvd.Sum, **options)
 
-def tell(wait):
+def report(wait):
     try:
         wait()
     except commlib.CommlibError as error:
@@ -37,7 +37,7 @@ INTERNAL = r"uint64|uint8|op=and|all_gather|all_reduce|call number|split\d"
     "ranks, node_path",
     [(2, "1"), pytest.param(3, "1", marks=pytest.mark.long), (3, "0"), pytest.param(4, "0", marks=pytest.mark.long)],
 )
-def test_a_rank_that_left(mpirun, ranks, node_path):
+def test_an_exited_rank(mpirun, ranks, node_path):
     """It was "all_reduce of 1 x uint64, op=and", of "world.split1(0)" between nodes."""
     done = mpirun(
         ranks,
@@ -45,37 +45,39 @@ def test_a_rank_that_left(mpirun, ranks, node_path):
         + """
 start("before").wait()
 if hvd.rank() != late:
-    tell(start("a").wait)
-    tell(lambda: start("next"))
+    report(start("a").wait)
+    report(lambda: start("next"))
     time.sleep(1)
 """,
         env={"COMMLIB_NODE_PATH": node_path},
     )
     assert done.returncode == 0, done.stderr
     assert not re.search(INTERNAL, done.stdout + done.stderr), done.stdout + done.stderr
-    gone = (
+    reason = (
         r"waited for a rank that will not come: "
         r"(rank \d has given up process set 0: it waited for ranks? [\d, ]+ in vain; )*"
     )
-    gone += rf"rank {ranks - 1} has shut commlib down or left the program"
+    reason += rf"rank {ranks - 1} has shut commlib down or left the program"
     last = rf"the last operation of all ranks was allreduce 'before', \d+ s ago, and rank {ranks - 1} has submitted"
     for rank in range(ranks - 1):
         for name in ("a", "next"):
-            said = rf"PeerError on {rank}: process set 0: allreduce '{name}': rank {rank}: {gone}; this rank waits "
-            said += rf"for 'a'; ('a' was submitted .*too; )?{last} nothing since; process set 0 cannot be used"
-            assert re.search(said, done.stdout), done.stdout
+            error_text = (
+                rf"PeerError on {rank}: process set 0: allreduce '{name}': rank {rank}: {reason}; this rank waits "
+            )
+            error_text += rf"for 'a'; ('a' was submitted .*too; )?{last} nothing since; process set 0 cannot be used"
+            assert re.search(error_text, done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_a_rank_that_is_late(mpirun, ranks):
-    """It learns that the others have given up, too, and need not wait for them in turn."""
+def test_a_late_rank(mpirun, ranks):
+    """It also learns that the others have given up, and need not wait for them in turn."""
     done = mpirun(
         ranks,
         HEAD
         + """
 if hvd.rank() == late:
     time.sleep(4)
-tell(start("a").wait)
+report(start("a").wait)
 time.sleep(3)
 """,
         env={"COMMLIB_STALL_WARNING": "0.7", "COMMLIB_TIMEOUT": "2"},
@@ -91,11 +93,11 @@ time.sleep(3)
         ), done.stderr
         stalled = rf"StallError on {rank}: {begin}: gave up after 2 s \(COMMLIB_TIMEOUT\){state}; look at what the late"
         assert re.search(stalled, done.stdout), done.stdout
-    gave_up = r"will not come: rank 0 has given up process set 0: it timed out waiting for 'a' \(COMMLIB_TIMEOUT\)"
-    assert re.search(rf"PeerError on {ranks - 1}: process set 0: allreduce 'a': .*{gave_up}", done.stdout), done.stdout
+    reason = r"will not come: rank 0 has given up process set 0: it timed out waiting for 'a' \(COMMLIB_TIMEOUT\)"
+    assert re.search(rf"PeerError on {ranks - 1}: process set 0: allreduce 'a': .*{reason}", done.stdout), done.stdout
 
 
-def test_ranks_of_a_process_set_are_called_as_in_the_world(mpirun):
+def test_ranks_of_a_process_set_have_their_world_numbers(mpirun):
     """Rank 2 was called 1, its place in the set."""
     done = mpirun(
         3,
@@ -103,7 +105,7 @@ def test_ranks_of_a_process_set_are_called_as_in_the_world(mpirun):
         + """
 ends = hvd.add_process_set([1, 2])
 if hvd.rank() == 1:
-    tell(start("a", process_set=ends).wait)
+    report(start("a", process_set=ends).wait)
 elif hvd.rank() == 2:
     time.sleep(3)
 """,
@@ -114,8 +116,8 @@ elif hvd.rank() == 2:
     assert re.search(r"StallError on 1: process set 1: allreduce 'a': rank 1: .* not there yet: rank 2;", done.stdout)
 
 
-def test_each_of_many_pending_operations_has_an_error_of_its_own(mpirun):
-    """All of them raised one and the same exception, whose traceback grew with each."""
+def test_each_pending_operation_gets_an_error_of_its_own(mpirun):
+    """All of them raised the same exception, whose traceback grew each time."""
     done = mpirun(
         2,
         HEAD
@@ -129,7 +131,7 @@ works.append(hvd.start_allreduce(pair, pair, "group", op=hvd.Sum))
 works.append(hvd.start_join())
 errors = [work.exception() for work in works]
 for error in errors:
-    tell(lambda: (_ for _ in ()).throw(error))
+    report(lambda: (_ for _ in ()).throw(error))
 assert len(set(map(id, errors))) == len(errors)
 """,
         env={"COMMLIB_TIMEOUT": "1.5"},
@@ -137,6 +139,6 @@ assert len(set(map(id, errors))) == len(errors)
     assert done.returncode == 0, done.stderr
     names = [*(f"n{i}" for i in range(6)), "allreduce.noname.0", "barrier.noname.0", "group", "join"]
     for name in names:
-        said = rf"StallError on 0: process set 0: \w+ '{name}': rank 0: gave up .* not there yet: rank 1; "
-        said += r"this rank waits for 'n0', 'n1', 'n2', 'n3', 'n4' and 5 more; no operation"
-        assert re.search(said, done.stdout), (name, done.stdout)
+        error_text = rf"StallError on 0: process set 0: \w+ '{name}': rank 0: gave up .* not there yet: rank 1; "
+        error_text += r"this rank waits for 'n0', 'n1', 'n2', 'n3', 'n4' and 5 more; no operation"
+        assert re.search(error_text, done.stdout), (name, done.stdout)

@@ -1,4 +1,4 @@
-"""A stage that fails ends the job and says where; a late one is named; a wait ends by Ctrl-C, as any other."""
+"""Failures in pipelines: a failed stage ends the job and names itself, a late one is named, Ctrl-C ends a wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(**options):
 """
 
 
-def test_an_exception_in_a_stage_ends_the_job_and_says_where(mpirun: Any) -> None:
+def test_an_exception_in_a_stage_ends_the_job_and_names_the_stage(mpirun: Any) -> None:
     program = """
 def event(layer, call):
     if layer == 1 and call == 3:
@@ -50,7 +50,7 @@ run()
     assert "uncaught LookupError" in text
 
 
-def test_a_rank_that_is_late_is_named_with_its_action(mpirun: Any) -> None:
+def test_a_late_rank_is_named_with_its_action(mpirun: Any) -> None:
     program = """
 import logging
 logging.basicConfig()
@@ -66,7 +66,7 @@ print(f"loss {run().item() > 0}")
 
 
 def test_an_interrupted_step_ends_the_pipeline_and_the_job(mpirun: Any) -> None:
-    """The other rank computes for ever: this one, interrupted in a wait, must come out of it."""
+    """The other rank computes for ever: this one, interrupted in a wait, must still end."""
     program = """
 def event(layer, call):
     if layer == 0 and call == 2:
@@ -82,6 +82,6 @@ except KeyboardInterrupt as error:
 """
     done = mpirun(2, HEAD + program, timeout=40)
     assert done.returncode != 0
-    found = re.search(r"interrupted after ([\d.]+) s (.*)", done.stdout)
-    assert found, done.stdout + done.stderr
-    assert float(found[1]) < 10 and "1RECV_F1" in found[2]
+    match = re.search(r"interrupted after ([\d.]+) s (.*)", done.stdout)
+    assert match, done.stdout + done.stderr
+    assert float(match[1]) < 10 and "1RECV_F1" in match[2]

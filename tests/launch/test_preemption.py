@@ -1,4 +1,4 @@
-"""Jobs get SIGUSR1 at any time, on one rank or on all: they save, leave, and go on where they were."""
+"""Preemption: jobs get SIGUSR1 at any time, on one rank or all; they save, exit, and resume where they were."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def last_line(out: str) -> str:
 
 
 def expected() -> str:
-    """Return what two ranks compute that nobody interrupts."""
+    """Return the result of two ranks without an interruption."""
     x = [[rank] * 5 for rank in range(2)]
     for step in range(STEPS):
         total = [sum(column) + 2 * step for column in zip(*x, strict=True)]
@@ -93,51 +93,49 @@ def checkpoints(tmp_path: Path) -> list[str]:
     "target",
     [*(pytest.param(target, marks=pytest.mark.long) for target in ("one rank", "ranks")), "launcher"],
 )
-def test_it_leaves_and_goes_on_exactly(start: Start, mpirun: MpiRun, script: Path, tmp_path: Path, target: str) -> None:
+def test_it_exits_and_resumes_exactly(start: Start, mpirun: MpiRun, script: Path, tmp_path: Path, target: str) -> None:
     with start() as job:
         job.send(signal.SIGUSR1, target)
         code, out, err = job.end(30)
     assert (code, "end" in out) == (AGAIN, False), out + err
     assert err.count("preemption: SIGUSR1 received by rank") == 1, err
     assert len(checkpoints(tmp_path)) == 1
-    again = mpirun(2, script)
-    assert again.returncode == 0, again.stderr
-    assert last_line(again.stdout) == expected()
-    assert again.stdout.count("from 0") == 0 and again.stdout.count("from ") == 2
+    restarted = mpirun(2, script)
+    assert restarted.returncode == 0, restarted.stderr
+    assert last_line(restarted.stdout) == expected()
+    assert restarted.stdout.count("from 0") == 0 and restarted.stdout.count("from ") == 2
 
 
 @pytest.mark.any_mpi
-def test_a_signal_in_the_middle_of_a_checkpoint_and_another_one(start: Start, mpirun: MpiRun, script: Path) -> None:
+def test_a_signal_during_a_checkpoint_and_a_second_one(start: Start, mpirun: MpiRun, script: Path) -> None:
     with start("slow") as job:
         assert job.launcher.stdout is not None
-        while "saves" not in job.said:
-            job.said += job.launcher.stdout.readline()
+        while "saves" not in job.printed:
+            job.printed += job.launcher.stdout.readline()
         for _ in range(3):
             job.send(signal.SIGUSR1, "ranks")
         code, out, err = job.end(30)
     assert (code, "end" in out) == (AGAIN, False), out + err
     assert err.count("preemption: SIGUSR1 received by ranks 0-1") == 1, err
-    again = mpirun(2, script)
-    assert last_line(again.stdout) == expected(), again.stderr
+    restarted = mpirun(2, script)
+    assert last_line(restarted.stdout) == expected(), restarted.stderr
 
 
-@pytest.mark.long  # tests/unit/checkpoint has what such a job leaves
-def test_a_job_that_is_killed_in_the_middle_of_a_checkpoint(
-    start: Start, mpirun: MpiRun, script: Path, tmp_path: Path
-) -> None:
+@pytest.mark.long  # tests/unit/checkpoint tests what such a job leaves
+def test_a_job_killed_during_a_checkpoint(start: Start, mpirun: MpiRun, script: Path, tmp_path: Path) -> None:
     with start("slow") as job:
         assert job.launcher.stdout is not None
-        while job.said.count("saves") < 2:  # rank 0 has made the folder
-            job.said += job.launcher.stdout.readline()
+        while job.printed.count("saves") < 2:  # rank 0 has created the folder
+            job.printed += job.launcher.stdout.readline()
         job.send(signal.SIGKILL, "ranks")
         assert job.end(30)[0] != 0
     assert checkpoints(tmp_path) == [".step-000000001.new"]
-    again = mpirun(2, script)
-    assert again.stdout.count("from 0") == 2 and last_line(again.stdout) == expected(), again.stderr
+    restarted = mpirun(2, script)
+    assert restarted.stdout.count("from 0") == 2 and last_line(restarted.stdout) == expected(), restarted.stderr
 
 
 @pytest.mark.long
-def test_who_is_asked_to_stop_saves_and_asks_slurm_for_nothing(
+def test_a_requested_stop_saves_without_a_requeue(
     script: Path, launch_environment: Mapping[str, str], tmp_path: Path, scontrol: dict[str, str]
 ) -> None:
     with started(2, [str(script), "wait"], {**launch_environment, **scontrol}, tmp_path) as job:
@@ -148,7 +146,7 @@ def test_who_is_asked_to_stop_saves_and_asks_slurm_for_nothing(
 
 
 @pytest.mark.any_mpi
-def test_slurm_is_asked_once_by_the_job(
+def test_the_job_requests_one_requeue(
     script: Path, launch_environment: Mapping[str, str], tmp_path: Path, scontrol: dict[str, str]
 ) -> None:
     with started(2, [str(script), "wait"], {**launch_environment, **scontrol}, tmp_path) as job:
@@ -160,7 +158,7 @@ def test_slurm_is_asked_once_by_the_job(
 
 @pytest.fixture
 def scontrol(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of job 4711, with a scontrol that takes its time and writes down how it is called."""
+    """The environment of job 4711, with a slow scontrol that records its calls."""
     folder = tmp_path / "slurm"
     folder.mkdir()
     (folder / "scontrol").write_text(f'#!/bin/sh\nsleep 1\necho "$@" >>{tmp_path}/calls\n')

@@ -1,4 +1,4 @@
-"""The programs in README run as it says, and print what it says."""
+"""Programs in README: they run as described, and print the output shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_program_is_started_once() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "name", "printed"), COMMANDS, ids=[name for _, name, _ in COMMANDS])
-def test_a_program_prints_what_readme_says(mpirun, ranks, name, printed):
+def test_a_program_prints_readmes_output(mpirun, ranks, name, printed):
     done = mpirun(int(ranks), PROGRAMS[name], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(printed.splitlines())

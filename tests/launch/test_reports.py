@@ -1,4 +1,4 @@
-"""The error that ends a job is shown once, by one rank, whole, after everything else that ranks print."""
+"""The error that ends a job: one rank shows it once, whole, after all other output."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MESSAGE = "UsageError: unknown operation 'men'; known are sum, mean, min, max, p
 
 
 def report(err):
-    """Return the ranks' own last words: what comes before them, and what the launcher adds, is not theirs."""
+    """Return the ranks' final report, without what comes before it and what the launcher adds."""
     return err[err.rindex("commlib: rank ") :]
 
 
-def test_an_error_of_all_ranks_is_shown_once_without_inner_frames(mpirun):
-    """Each rank printed it, line by line between those of the others, with all frames."""
+def test_an_error_on_all_ranks_is_shown_once_without_inner_frames(mpirun):
+    """Each rank printed it, mixed line by line with the others, with all frames."""
     done = mpirun(3, HEAD.format(USAGE))
     assert done.returncode != 0
     assert done.stderr.count(MESSAGE) == 1 == done.stderr.count("Traceback"), done.stderr
@@ -60,8 +60,8 @@ def test_a_mismatch_is_shown_once_with_its_whole_message(mpirun):
     assert "(the same error on rank " in report(done.stderr)
 
 
-def test_the_cause_is_shown_and_not_what_follows_from_it(mpirun, tmp_path):
-    """Rank 0 hears of the failure before rank 1 shows it."""
+def test_only_the_original_error_is_shown(mpirun, tmp_path):
+    """Rank 0 is notified of the failure before rank 1 shows it."""
     body = """
     if comm.rank == 1:
         try:
@@ -75,20 +75,20 @@ def test_the_cause_is_shown_and_not_what_follows_from_it(mpirun, tmp_path):
     assert lines[0].startswith("commlib: rank 1 of 2 on ") and "ValueError" in lines[0], done.stderr
     assert "ValueError: first line\nout of luck\n" in report(done.stderr)
     assert "PeerError:" not in done.stderr
-    kept = list(tmp_path.glob("commlib-hangs/job-*/error-0.txt"))
-    assert not kept or "PeerError: " in kept[0].read_text()
+    saved = list(tmp_path.glob("commlib-hangs/job-*/error-0.txt"))
+    assert not saved or "PeerError: " in saved[0].read_text()
 
 
-def test_different_errors_are_kept_in_files(mpirun, tmp_path):
+def test_different_errors_are_saved_in_files(mpirun, tmp_path):
     done = mpirun(2, HEAD.format("raise ValueError(f'{chr(97 + comm.rank)} is wrong')"))
     assert done.stderr.count("ValueError: ") == 1, done.stderr
-    (kept,) = tmp_path.glob("commlib-hangs/job-*/error-?.txt")
+    (saved,) = tmp_path.glob("commlib-hangs/job-*/error-?.txt")
     assert re.search(r"\(other errors on rank \d, in .*/commlib-hangs/job-\w+/error-RANK.txt\)", done.stderr)
-    shown = re.findall(r"ValueError: (\w is wrong)", done.stderr + kept.read_text())
-    assert sorted(shown) == ["a is wrong", "b is wrong"]
+    messages = re.findall(r"ValueError: (\w is wrong)", done.stderr + saved.read_text())
+    assert sorted(messages) == ["a is wrong", "b is wrong"]
 
 
-def test_a_hook_of_the_program_is_still_called_on_every_rank(mpirun):
+def test_the_programs_exception_hook_is_still_called_on_every_rank(mpirun):
     hook = "import sys\nsys.excepthook = lambda kind, error, trace: sys.stderr.write(f'mine: {error}\\n')\n"
     done = mpirun(2, hook + HEAD.format(USAGE))
     assert done.returncode != 0
@@ -97,7 +97,7 @@ def test_a_hook_of_the_program_is_still_called_on_every_rank(mpirun):
     assert re.search(r"UsageError in all_reduce: unknown operation 'men'; .*; aborting the job", done.stderr)
 
 
-def test_a_misspelled_verb_gets_the_nearest_one(mpirun):
+def test_a_misspelled_verb_gets_the_nearest_name(mpirun):
     done = mpirun(2, HEAD.format("comm.allreduce(x)"))
     assert done.stderr.count("has no attribute 'allreduce'. Did you mean: 'all_reduce'?") == 1, done.stderr
 

@@ -1,4 +1,4 @@
-"""The examples of interrupted training, in both frameworks: a signal, another start, and the same weights."""
+"""Examples of interrupted training, in both frameworks: a signal, a restart, and the same weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.launch.conftest import MpiRun
 from tests.launch.signalled import mpiexec
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.long]  # what they call is called by the adapters' tests, too
+pytestmark = [pytest.mark.any_mpi, pytest.mark.long]  # the adapters' tests call the same functions
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
 LONGER = {"requeue_torch.py": ("--steps", "1500"), "requeue_keras.py": ("--epochs", "20")}

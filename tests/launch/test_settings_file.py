@@ -1,4 +1,4 @@
-"""The file of settings in a job: it is read by every rank, and a rank that reads another one is named."""
+"""The settings file in a job: every rank reads it, and a rank that reads another one is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RANK = "import os\nrank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.
 
 
 @pytest.mark.any_mpi
-def test_files_that_differ_are_named_and_one_file_is_used_by_all(mpirun, tmp_path):
+def test_different_files_are_named_and_one_file_is_used_by_all(mpirun, tmp_path):
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
     first.write_text("slot_kib = 64\nlog_level = 'error'\n")
     second.write_text("slot_kib = 32\n")

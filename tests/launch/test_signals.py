@@ -1,4 +1,4 @@
-"""SIGTERM (scancel, a time limit) and SIGINT end a job soon and wholly, whatever its ranks are doing."""
+"""SIGTERM (scancel, a time limit) and SIGINT: they end a job soon and completely, whatever its ranks are doing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LONG = [
 
 
 def shared_memory(process: int) -> set[str]:
-    """Return the files in /dev/shm that a process has."""
+    """Return a process' files in /dev/shm."""
     return set(re.findall(r"/dev/shm/\S+(?=\n)", Path(f"/proc/{process}/maps").read_text()))
 
 
@@ -52,14 +52,14 @@ def shared_memory(process: int) -> set[str]:
 def test_a_signal_ends_the_job(
     launch_environment: Mapping[str, str], tmp_path: Path, does: str, number: signal.Signals, target: str
 ) -> None:
-    """Jobs of MPICH that were ended so left megabytes in /dev/shm."""
+    """MPICH jobs that ended in this way left megabytes in /dev/shm."""
     with started(2, ["-c", PROGRAM + DOES[does]], launch_environment, tmp_path) as job:
         memory = set.union(*map(shared_memory, job.ranks))
         job.send(number, target)
         code, _, err = job.end(SOON)
         assert code != 0
-        assert job.wait_for_ranks_to_go(SOON) == [], err
+        assert job.wait_for_ranks_to_end(SOON) == [], err
     assert not any(map(is_running, job.ranks))
     assert not [path for path in memory if Path(path).exists()]
     if number == TERM and target == "ranks":
-        assert code in (143, 15)  # Open MPI's launcher as a shell says it, MPICH's the bare number
+        assert code in (143, 15)  # Open MPI's launcher returns it as a shell does, MPICH's the bare number

@@ -1,4 +1,4 @@
-"""The soak finds what it is there to find: wrong results, hangs and leaks, each brought about here."""
+"""The soak: it detects wrong results, hangs and leaks, each provoked here."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def soak(mpirun):
 
 
 @pytest.mark.long
-def test_without_a_defect_it_ends_well(soak):
+def test_without_a_defect_it_succeeds(soak):
     done = soak("")
     assert done.returncode == 0, done
     assert re.search(r"^soak: .* ok: 640 operations in \d+ s$", done.stdout, re.MULTILINE)
@@ -74,7 +74,7 @@ def test_without_a_defect_it_ends_well(soak):
     assert len(counts) == 4 and sum(counts) == 640
 
 
-def test_a_wrong_result_is_found_and_said_where(soak):
+def test_a_wrong_result_is_detected_and_located(soak):
     done = soak(WRONG)
     assert done.returncode != 0
     assert re.search(r"soak: rank 1, --seed 7: FAILED: thread 0, Step\(number=\d+, .*verb='all_gather'", done.stderr)
@@ -90,15 +90,15 @@ def test_a_hang_ends_and_prints_the_stuck_line(soak):
 
 
 @pytest.mark.long
-def test_a_leak_is_found(soak):
+def test_a_leak_is_detected(soak):
     done = soak(LEAK)
     assert done.returncode != 0
     assert re.search(r"soak: rank \d, --seed 7: LEAKS: private grew from \d+ to \d+, 8 more are allowed", done.stderr)
 
 
 @pytest.mark.parametrize("node_path", [pytest.param("1", marks=pytest.mark.long), "0"])
-def test_the_cases_of_large_arrays_are_right_on_small_ones(mpirun, node_path):
-    """So that `python -m tests.soak.large`, which takes 9 GiB, can be relied on when somebody runs it."""
+def test_the_cases_of_large_arrays_are_correct_on_small_ones(mpirun, node_path):
+    """So that `python -m tests.soak.large`, which takes 9 GiB, is reliable when somebody runs it."""
     done = mpirun(3, ["-m", "tests.soak.large", "--bytes", "70000"], env={"COMMLIB_NODE_PATH": node_path}, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": right, in") == 14

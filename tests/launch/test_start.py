@@ -1,4 +1,4 @@
-"""Jobs start, or say why they cannot: settings, launchers and libraries that do not fit, interrupts, kills."""
+"""Starts of jobs, and why they fail: settings, launchers and libraries that do not fit, interrupts, kills."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ import pytest
 
 INIT = "import commlib\ncommlib.init()\nprint('started', flush=True)\n"
 
-# This rank by its launcher's word: before MPI is there.
+# This rank according to its launcher: before MPI has started.
 RANK = "import os\nrank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK', '0')))\n"
 
 DIFFERENT = {
     "COMMLIB_SLOT_KIB": ("4", "512"),  # wrong results, or SIGBUS
     "COMMLIB_NODE_PATH": ("0", "1"),  # hung
-    "COMMLIB_CHECK": ("always", "never"),  # hung, whatever COMMLIB_TIMEOUT said
+    "COMMLIB_CHECK": ("always", "never"),  # hung, whatever COMMLIB_TIMEOUT was
     "COMMLIB_FUSION_MIB": ("1", "2"),
     "COMMLIB_KNOWN_NAMES": ("16", "32"),
-    "COMMLIB_MPI_DEVICES": ("late", "cuda"),  # some ranks would copy what others send as it is
+    "COMMLIB_MPI_DEVICES": ("late", "cuda"),  # some ranks would copy what others send directly
     "COMMLIB_LOG_LEVEL": ("INFO", "error"),  # may differ
 }
 
 
 @pytest.mark.any_mpi
-def test_settings_that_differ_are_all_named_on_all_ranks(mpirun):
+def test_different_settings_are_all_named_on_all_ranks(mpirun):
     program = f"""{RANK}
 for name, values in {DIFFERENT}.items():
     os.environ[name] = values[rank % 2]
@@ -56,7 +56,7 @@ print(commlib.init(), flush=True)  # nobody is out of step
     assert done.stdout.count("<Communicator world: rank") == 3
 
 
-def test_mpi_takes_the_memory_of_those_devices_that_it_is_said_to(mpirun):
+def test_mpi_accepts_memory_of_the_declared_devices(mpirun):
     program = """import commlib
 world = commlib.init().group.transport
 print([world.accepts(kind) for kind in ("late", "cuda", "moon", "")])"""
@@ -66,7 +66,7 @@ print([world.accepts(kind) for kind in ("late", "cuda", "moon", "")])"""
 
 
 @pytest.mark.any_mpi
-def test_a_bad_setting_on_one_rank_is_an_error_on_all(mpirun):
+def test_an_invalid_setting_on_one_rank_is_an_error_on_all(mpirun):
     program = f"""{RANK}
 if rank == 1:
     os.environ["COMMLIB_SLOT_KIB"] = "9" * 30
@@ -78,11 +78,11 @@ except commlib.UsageError as error:
 """
     done = mpirun(2, program)
     assert done.returncode == 0, done.stderr
-    said = f"environment variable COMMLIB_SLOT_KIB={'9' * 30!r}: expected int from 1 to 1048576 (rank 1)"
-    assert done.stdout.splitlines() == [said] * 2
+    message = f"environment variable COMMLIB_SLOT_KIB={'9' * 30!r}: expected int from 1 to 1048576 (rank 1)"
+    assert done.stdout.splitlines() == [message] * 2
 
 
-def test_the_first_rank_says_for_all_why_they_cannot_start(mpirun):
+def test_the_first_rank_reports_a_failed_start_for_all(mpirun):
     done = mpirun(3, INIT, env={"COMMLIB_CHECK": "maybe"})
     assert done.returncode != 0 and not done.stdout
     assert done.stderr.count("commlib.errors.UsageError: environment variable COMMLIB_CHECK='maybe'") == 1, done.stderr
@@ -90,7 +90,7 @@ def test_the_first_rank_says_for_all_why_they_cannot_start(mpirun):
 
 
 def alone(program, environment, **more):
-    """Run a program in a process of its own, as a launcher that MPI does not know starts it."""
+    """Run a program in a process of its own, as if started by a launcher that MPI does not recognise."""
     return subprocess.run(
         [sys.executable, "-c", program],
         env={**environment, **more},
@@ -109,14 +109,15 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize(
-    "said", [*[*LAUNCHERS][:1], *(pytest.param(said, marks=pytest.mark.any_mpi) for said in [*LAUNCHERS][1:])]
+    "launcher",
+    [*[*LAUNCHERS][:1], *(pytest.param(launcher, marks=pytest.mark.any_mpi) for launcher in [*LAUNCHERS][1:])],
 )
-def test_a_launcher_that_this_mpi_does_not_know(launch_environment, said):
+def test_a_launcher_that_this_mpi_does_not_recognise(launch_environment, launcher):
     """Every process used to be a world of its own, all with exit code 0."""
-    done = alone(INIT, launch_environment, **LAUNCHERS[said])
+    done = alone(INIT, launch_environment, **LAUNCHERS[launcher])
     assert done.returncode != 0 and not done.stdout
-    assert f"TransportError: {said}" in done.stderr and "Type " in done.stderr
-    if "Slurm" not in said:
+    assert f"TransportError: {launcher}" in done.stderr and "Type " in done.stderr
+    if "Slurm" not in launcher:
         assert re.search(r"Type \S*mpiexec -n \d \S*python\S* -c ", done.stderr)
 
 
@@ -136,7 +137,7 @@ def test_a_process_that_is_meant_to_be_alone(launch_environment, case):
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
 
 
-def test_who_asks_for_a_world_of_one_gets_it(launch_environment):
+def test_a_world_of_one_on_request(launch_environment):
     program = "from mpi4py import MPI\nimport commlib\nprint(commlib.init(MPI.COMM_SELF).size)"
     environment = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}
     done = alone(program, launch_environment, **environment)
@@ -144,9 +145,9 @@ def test_who_asks_for_a_world_of_one_gets_it(launch_environment):
 
 
 def other_mpiexec():
-    """Return the mpiexec of another MPI than this Python's, if one is on PATH or in an environment beside this one."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    mine = beside if beside.exists() else Path(shutil.which("mpiexec") or "/")
+    """Return the mpiexec of another MPI than this Python's, if one is on PATH or in a neighbouring environment."""
+    local_mpiexec = Path(sys.executable).parent / "mpiexec"
+    mine = local_mpiexec if local_mpiexec.exists() else Path(shutil.which("mpiexec") or "/")
     kinds: dict[bool, Path] = {}
     folders = [
         *os.environ["PATH"].split(os.pathsep),
@@ -165,7 +166,7 @@ def other_mpiexec():
     ids=["init", "bench"],
 )
 def test_the_launcher_of_another_mpi(launch_environment, arguments):
-    """It is said once, with what to type."""
+    """The error appears once, with the command to type."""
     mpiexec = other_mpiexec()
     if mpiexec is None:
         pytest.skip("there is one MPI only")
@@ -203,7 +204,7 @@ def start_bare(python, environment, *arguments):
     [["-c", INIT], pytest.param(["-m", "commlib", "bench", "all_reduce"], marks=pytest.mark.long)],
     ids=["init", "bench"],
 )
-def test_without_an_mpi_the_message_is_what_is_seen(bare_python, launch_environment, arguments):
+def test_without_an_mpi_only_the_message_is_shown(bare_python, launch_environment, arguments):
     """70 lines of tracebacks used to follow it: the exit hook imported mpi4py too."""
     done = start_bare(bare_python, launch_environment, *arguments)
     if done.returncode == 0:
@@ -231,10 +232,10 @@ SLEEPER = "import commlib\ncomm = commlib.init()\nwhile True:\n    comm.barrier(
 
 
 @pytest.mark.parametrize("number", [0, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4, 5))])
-def test_an_interrupt_of_one_rank_while_it_starts_ends_the_job(mpirun, number):
-    """While MPI started, it was raised where nobody knew yet that MPI had: the others waited for ever.
+def test_an_interrupt_of_one_starting_rank_ends_the_job(mpirun, number):
+    """During MPI's start it was raised where MPI was not yet known to have started: the others waited for ever.
 
-    It comes once more, as from a user: Python ignores one that hits a callback, such as those of its imports.
+    It is sent repeatedly, as by a user: Python ignores one that hits a callback, such as those of its imports.
     """
     delay = random.Random(number).uniform(0.05, 0.8)
     program = f"""{RANK}
@@ -262,7 +263,7 @@ if rank == 1:
     assert "TransportError: mpi4py cannot load an MPI library" in done.stderr
 
 
-def test_who_leaves_in_the_middle_of_init_ends_the_job(mpirun):
+def test_a_rank_that_exits_during_init_ends_the_job(mpirun):
     """A SystemExit is no uncaught exception: MPI_Finalize waited for the others, and they in init for this rank."""
     program = f"""{RANK}
 import commlib, sys
@@ -278,7 +279,7 @@ commlib.init()
     assert "left the program with commlib.init unfinished" in done.stderr
 
 
-def test_jobs_that_are_killed_leave_no_memory_behind(launch_environment, tmp_path):
+def test_killed_jobs_leave_no_memory_behind(launch_environment, tmp_path):
     """84 random kills left 19 files of 137 MB in /dev/shm."""
     mpiexec = Path(sys.executable).parent / "mpiexec"
     command = [str(mpiexec) if mpiexec.exists() else "mpiexec", "-n", "2", sys.executable, "-c"]
@@ -309,16 +310,16 @@ while True:
 
 
 @pytest.mark.any_mpi
-def test_what_an_older_job_left_is_swept_by_the_next(mpirun):
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    left = Path(f"/dev/shm/commlib-{gone.pid}-0123456789abcdef")
-    kept = Path(f"/dev/shm/commlib-{os.getpid()}-0123456789abcdef")
-    for path in (left, kept):
+def test_the_next_job_removes_what_an_older_one_left(mpirun):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    orphan = Path(f"/dev/shm/commlib-{dead.pid}-0123456789abcdef")
+    live = Path(f"/dev/shm/commlib-{os.getpid()}-0123456789abcdef")
+    for path in (orphan, live):
         path.write_bytes(b"0" * 1000)
     try:
         assert mpirun(2, INIT).returncode == 0
-        assert not left.exists() and kept.exists()
+        assert not orphan.exists() and live.exists()
     finally:
-        left.unlink(missing_ok=True)
-        kept.unlink()
+        orphan.unlink(missing_ok=True)
+        live.unlink()

@@ -1,4 +1,4 @@
-"""An MPI of the system instead of a wheel's: Debian's Open MPI 4.1 and MPICH 4.0, in /usr as on a cluster.
+"""A system's MPI instead of a wheel's: Debian's Open MPI 4.1 and MPICH 4.0, in /usr as on a cluster.
 
 commlib is installed where it cannot write. `ci/system_mpi` lays the packages over /usr.
 """
@@ -30,7 +30,7 @@ class Run(Protocol):
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that has this one's packages, but no MPI library beside them."""
+    """A Python that has this one's packages, but no MPI library of its own."""
     folder = tmp_path_factory.mktemp("python")
     venv.create(folder, with_pip=False)
     (place,) = folder.glob("lib/python*/site-packages")
@@ -49,7 +49,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(bare_python: Path, installed: Path, launch_environment: Mapping[str, str], tmp_path: Path) -> Run:
-    """Run Python on `n` ranks of a system's MPI, with commlib in a folder that is read-only."""
+    """Run Python on `n` ranks of a system's MPI, with commlib in a read-only folder."""
 
     def run(mpi: str, n: int, *arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
         command = [str(ROOT / "ci/system_mpi"), mpi, "--read-only", str(installed), f"mpiexec.{mpi}", "-n", str(n)]
@@ -124,26 +124,26 @@ def test_each_verb(run: Run, installed: Path, mpi: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "setting",
     [
         "",
         pytest.param("MPI4PY_MPIABI=mpich", marks=pytest.mark.long),
         "MPI4PY_LIBMPI=/usr/lib/x86_64-linux-gnu/libmpich.so.12",
     ],
 )
-def test_debians_mpich_is_found_also_where_it_is_asked_for(run: Run, said: str) -> None:
-    """Where Open MPI is there as well one must ask for it, and that was an error: no file is called libmpi.so.12."""
+def test_debians_mpich_is_found_on_request(run: Run, setting: str) -> None:
+    """With Open MPI installed as well, one must request it, and that was an error: no file is called libmpi.so.12."""
     program = f"""
 import os
-said = {said!r}
-os.environ.update([said.split("=")] if said else [])
+setting = {setting!r}
+os.environ.update([setting.split("=")] if setting else [])
 import commlib
 commlib.init()
 from mpi4py import MPI
 print(MPI.get_vendor()[0], os.environ.get("MPI4PY_MPIABI"))
 """
     done = run("mpich", 1, "-c", program)
-    assert (done.returncode, done.stdout) == (0, f"MPICH {'mpich' if 'ABI' in said else None}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"MPICH {'mpich' if 'ABI' in setting else None}\n"), done.stderr
 
 
 DIES = """
@@ -175,9 +175,9 @@ comm.all_reduce(x) if sys.argv[2] == "node" else comm.recv(x, 1)
 )
 def test_a_rank_that_dies_ends_the_job(run: Run, mpi: str, how: str, where: str) -> None:
     done = run(mpi, 3, "-c", DIES, how, where)
-    ended = time.time()
+    end_time = time.time()
     assert done.returncode != 0
-    assert ended - float(done.stderr.partition("event at ")[2].split()[0]) < 10
+    assert end_time - float(done.stderr.partition("event at ")[2].split()[0]) < 10
     if how == "raises":
         assert "rank 1 of 3 on" in done.stderr and "ended by an uncaught ValueError; aborting the job" in done.stderr
 
@@ -208,5 +208,5 @@ def test_the_tests_of(run: Run, mpi: str, name: str) -> None:
 
 
 def test_commlib_is_the_checkouts() -> None:
-    """The copies above are of what is tested."""
+    """The copies above are of the code under test."""
     assert Path(commlib.__file__).parents[1] == ROOT

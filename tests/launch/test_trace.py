@@ -1,4 +1,4 @@
-"""Jobs that write timelines, and what `commlib trace` makes of their files."""
+"""Timelines of jobs, and what `commlib trace` makes of their files."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def trace(*arguments, cwd):
 
 
 @pytest.mark.any_mpi
-def test_who_is_late_is_named(mpirun, tmp_path):
+def test_a_late_rank_is_named(mpirun, tmp_path):
     done = mpirun(3, LATE)
     assert done.returncode == 0 and done.stdout.count("fine") == 3, done.stderr
     files = [tmp_path / f"t{rank}.json" for rank in range(3)]
-    found = json.loads(trace("summary", "--json", *files, cwd=tmp_path))
-    assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2] and found["notes"] == []
-    assert found["steps"]["count"] == 6 and found["steps"]["marked_by"] == "user"
+    summary = json.loads(trace("summary", "--json", *files, cwd=tmp_path))
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1, 2] and summary["notes"] == []
+    assert summary["steps"]["count"] == 6 and summary["steps"]["marked_by"] == "user"
     for rank in (0, 2):
-        assert found["ranks"][rank]["lost_for"].get("1", 0) > 0.08, found["ranks"]  # of 6 times 29 ms
-    assert found["ranks"][1]["caused_wait"] > found["ranks"][0]["caused_wait"]
-    assert found["steps"]["path"][0] == {**found["steps"]["path"][0], "rank": 1, "what": "computes"}
-    assert any("rank 1 keeps the others waiting" in text for text in found["advice"])
-    said = trace("merge", *files, "-o", "all.json.gz", cwd=tmp_path)
-    assert "of 3 ranks (one clock)" in said
+        assert summary["ranks"][rank]["lost_for"].get("1", 0) > 0.08, summary["ranks"]  # of 6 times 29 ms
+    assert summary["ranks"][1]["caused_wait"] > summary["ranks"][0]["caused_wait"]
+    assert summary["steps"]["path"][0] == {**summary["steps"]["path"][0], "rank": 1, "what": "computes"}
+    assert any("rank 1 keeps the others waiting" in text for text in summary["advice"])
+    output = trace("merge", *files, "-o", "all.json.gz", cwd=tmp_path)
+    assert "of 3 ranks (one clock)" in output
 
 
 @pytest.mark.any_mpi
 def test_ranks_with_and_without_a_timeline_and_one_that_is_killed(mpirun, tmp_path):
-    """Rank 2 writes none, and is not asked for its clock; rank 1 dies by SIGKILL, and its file ends early."""
+    """Rank 2 writes none, and its clock is not needed; rank 1 dies by SIGKILL, and its file ends early."""
     done = mpirun(
         3,
         HEAD
@@ -81,8 +81,8 @@ comm.barrier()
     assert done.returncode != 0
     assert not (tmp_path / "t2.json").exists() and not (tmp_path / "t1.json").read_text().endswith("]\n")
     files = [tmp_path / f"t{rank}.json" for rank in range(2)]
-    found = json.loads(trace("summary", "--json", *files, cwd=tmp_path))
-    assert found["collectives"] >= 10 and any("t1.json: ends early" in note for note in found["notes"])
+    summary = json.loads(trace("summary", "--json", *files, cwd=tmp_path))
+    assert summary["collectives"] >= 10 and any("t1.json: ends early" in note for note in summary["notes"])
     trace("merge", *files, "-o", "all.json", cwd=tmp_path)
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     barriers = [event["pid"] for event in events if event["ph"] == "B" and event["name"] == "barrier"]
@@ -90,8 +90,8 @@ comm.barrier()
 
 
 @pytest.mark.any_mpi
-def test_clocks_of_several_machines_are_compared_from_the_start_and_again(mpirun, tmp_path):
-    """Ranks are told that they are on machines of their own; their clocks are one all the same."""
+def test_clocks_of_several_machines_are_compared_repeatedly(mpirun, tmp_path):
+    """Ranks are made to believe that they are on separate machines; their clocks are really one."""
     done = mpirun(
         3,
         """
@@ -112,15 +112,15 @@ with commlib.timeline("again{rank}.json"):
     for name, comparisons in (("t", 1), ("again", 2)):
         for rank in (1, 2):
             events = json.loads((tmp_path / f"{name}{rank}.json").read_text())
-            found = [event["args"] for event in events if event.get("name") == "commlib_clock"]
-            assert len(found) == comparisons
-            assert all(abs(one["offset_ns"]) <= one["error_ns"] and one["to"] == 0 for one in found), found
-        said = trace("merge", *(f"{name}{rank}.json" for rank in range(3)), "-o", "all.json", cwd=tmp_path)
-        assert "of 3 ranks (one clock, measured by messages)" in said
+            clocks = [event["args"] for event in events if event.get("name") == "commlib_clock"]
+            assert len(clocks) == comparisons
+            assert all(abs(one["offset_ns"]) <= one["error_ns"] and one["to"] == 0 for one in clocks), clocks
+        output = trace("merge", *(f"{name}{rank}.json" for rank in range(3)), "-o", "all.json", cwd=tmp_path)
+        assert "of 3 ranks (one clock, measured by messages)" in output
 
 
 @pytest.mark.any_mpi
-def test_a_timeline_that_one_rank_cannot_write_is_refused_on_all(mpirun, tmp_path):
+def test_an_unwritable_timeline_on_one_rank_is_refused_on_all(mpirun, tmp_path):
     (tmp_path / "t1.json").mkdir()
     done = mpirun(
         2,
@@ -158,8 +158,8 @@ commlib.shutdown()
 
 @pytest.mark.long
 @pytest.mark.any_mpi
-def test_a_profile_of_pytorch_is_where_it_was(mpirun, tmp_path):
-    """What PyTorch profiled around a barrier is around that barrier in the merged trace, on both ranks."""
+def test_a_pytorch_profile_keeps_its_place(mpirun, tmp_path):
+    """A barrier's PyTorch profile is around that barrier in the merged trace, on both ranks."""
     pytest.importorskip("torch")
     done = mpirun(
         2,
@@ -227,13 +227,13 @@ with commlib.timeline("t{rank}.json"):
         assert len(launched) >= 2 * 3 * 4 and [event["ph"] for event in launched].count("b") == len(launched) / 2
         assert {event["name"] for event in events if event.get("cat") == "codec"} >= {"encode", "add up", "decode"}
         assert sum(event.get("cat") == "step" for event in events) == 4
-    found = json.loads(trace("summary", "--json", "t0.json", "t1.json", cwd=tmp_path))
-    assert found["steps"]["marked_by"] == "gradients" and found["ranks"][0]["codec"] > 0
+    summary = json.loads(trace("summary", "--json", "t0.json", "t1.json", cwd=tmp_path))
+    assert summary["steps"]["marked_by"] == "gradients" and summary["ranks"][0]["codec"] > 0
 
 
 @pytest.mark.long
 @pytest.mark.any_mpi
-def test_stages_of_a_pipeline_and_what_they_wait_for(mpirun, tmp_path):
+def test_pipeline_stages_and_their_waits(mpirun, tmp_path):
     pytest.importorskip("torch")
     done = mpirun(
         2,
@@ -259,8 +259,8 @@ with commlib.timeline("t{rank}.json"):
     events = json.loads((tmp_path / "t1.json").read_text())
     actions = [event["name"] for event in events if event.get("cat") == "pipeline" and event["ph"] == "B"]
     assert actions.count("1F0") == 3 and actions.count("1RECV_F3") == 3 and actions.count("1B3") == 3
-    found = json.loads(trace("summary", "--json", "t0.json", "t1.json", cwd=tmp_path))
-    assert found["steps"]["marked_by"] == "pipeline" and found["steps"]["count"] == 3
+    summary = json.loads(trace("summary", "--json", "t0.json", "t1.json", cwd=tmp_path))
+    assert summary["steps"]["marked_by"] == "pipeline" and summary["steps"]["count"] == 3
     assert (
-        found["ranks"][1]["lost_for"]["0"] > 0.03
-    )  # of 3 times 4 times 5 ms, and each rank has a step's start of its own
+        summary["ranks"][1]["lost_for"]["0"] > 0.03
+    )  # of 3 times 4 times 5 ms, and each rank starts a step at its own time

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.any_mpi
 
 COMMAND = ["-c", "from commlib.cli import main; main()"]
 
-# For jobs with another cache folder: compiling is not what is tested here.
+# For jobs with another cache folder: compiling is not tested here.
 KERNELS = {"NUMBA_CACHE_DIR": os.environ.get("NUMBA_CACHE_DIR") or str(folders.user_cache().parent)}
 
 
@@ -44,7 +44,7 @@ def test_tune_writes_a_table_that_init_and_show_read(mpirun: MpiRun, tmp_path: P
 
 
 @pytest.mark.long
-def test_tune_adds_to_what_a_file_knows(mpirun: MpiRun, tmp_path: Path) -> None:
+def test_tune_adds_to_an_existing_file(mpirun: MpiRun, tmp_path: Path) -> None:
     file = tmp_path / "tuning.json"
     elsewhere = Entry("all_reduce", 4, 8, "Some MPI 1.0", "any", (MeasuredTime(1024, "ring", 0, 1e-5),))
     Table((elsewhere,)).save(file)
@@ -55,14 +55,14 @@ def test_tune_adds_to_what_a_file_knows(mpirun: MpiRun, tmp_path: Path) -> None:
     assert {(entry.nodes, entry.ranks_per_node) for entry in entries} == {(4, 8), (1, 3)}
 
 
-def test_tune_measures_the_ways_of_arrays_on_gpus(mpirun: MpiRun, tmp_path: Path) -> None:
-    """They are added to what a file knows of the host; a call goes by what is written there."""
+def test_tune_measures_the_paths_of_arrays_on_gpus(mpirun: MpiRun, tmp_path: Path) -> None:
+    """They are added to the host's entries in a file; a call follows them."""
     file = tmp_path / "tuning.json"
     of_host = Entry("all_reduce", 1, 2, "Some MPI 1.0", "any", (MeasuredTime(1024, "ring", 0, 1e-5),))
     Table((of_host,)).save(file)
-    there = "from tests.cuda.gpu import gpu; gpu(); from commlib.cli import main; main()"
+    program = "from tests.cuda.gpu import gpu; gpu(); from commlib.cli import main; main()"
     words = ["tune", "--device", "cuda", "--seconds", "0.1", "--out", str(file)]
-    done = mpirun(2, ["-c", there, *words], timeout=90, env=KERNELS)
+    done = mpirun(2, ["-c", program, *words], timeout=90, env=KERNELS)
     assert done.returncode == 0, done.stderr
     assert "arrays on cuda, among the 2 ranks of a node" in done.stdout
     entries = Table.load(file).entries
@@ -72,14 +72,14 @@ def test_tune_measures_the_ways_of_arrays_on_gpus(mpirun: MpiRun, tmp_path: Path
 
 
 @pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is here")
-def test_tune_says_which_ranks_have_no_gpu(mpirun: MpiRun) -> None:
+def test_tune_names_the_ranks_without_a_gpu(mpirun: MpiRun) -> None:
     done = mpirun(2, [*COMMAND, "tune", "--device", "cuda"])
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert done.stderr.count("commlib tune: ranks 0-1: arrays on a GPU need CuPy") == 1, done.stderr
 
 
 @pytest.mark.long
-def test_tune_says_what_is_wrong_before_it_measures(mpirun: MpiRun, tmp_path: Path) -> None:
+def test_tune_reports_mistakes_before_measuring(mpirun: MpiRun, tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     for arguments, message in (
@@ -88,13 +88,13 @@ def test_tune_says_what_is_wrong_before_it_measures(mpirun: MpiRun, tmp_path: Pa
     ):
         done = mpirun(2, [*COMMAND, "tune", *arguments])
         assert done.returncode == 2, (done.stdout, done.stderr)
-        assert done.stderr.count(message) == 1, done.stderr  # rank 0 alone speaks
+        assert done.stderr.count(message) == 1, done.stderr  # only rank 0 prints
         assert "fastest" not in done.stdout
     assert broken.read_text() == "{"
 
 
-def test_a_table_that_no_cluster_has_is_refused_at_the_start(mpirun: MpiRun, tmp_path: Path) -> None:
-    """The first collective by a table with 10^9 segments went on for ever."""
+def test_an_impossible_table_is_refused_at_the_start(mpirun: MpiRun, tmp_path: Path) -> None:
+    """The first collective by a table with 10^9 segments never ended."""
     file = tmp_path / "tuning.json"
     absurd = Entry("all_reduce", 1, 2, "", "any", (MeasuredTime(1 << 30, "double_tree", 10**9, 1e-9),))
     Table((absurd,)).save(file)
@@ -103,7 +103,7 @@ def test_a_table_that_no_cluster_has_is_refused_at_the_start(mpirun: MpiRun, tmp
     assert f"tuning table {file}: entries[0]: times[0]: segments must be at most 65536, got 1000000000" in done.stderr
 
 
-def test_tune_does_not_write_where_others_may(mpirun: MpiRun, tmp_path: Path) -> None:
+def test_tune_does_not_write_where_others_can(mpirun: MpiRun, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     environment = {**KERNELS, "XDG_CACHE_HOME": str(tmp_path / "cache"), "COMMLIB_TUNING_FILE": ""}

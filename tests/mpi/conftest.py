@@ -1,4 +1,4 @@
-"""Fixtures for tests over MPI: a device with arrays that go both ways, and with races that are seen."""
+"""Fixtures for tests over MPI: a late device with both kinds of transfer, and detection of races."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytest_plugins = ["tests.plugins.multirank"]
 
 @pytest.fixture(scope="module", params=["staged", "direct"])
 def both_ways(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    """All ranks, with the late device's arrays through host memory, and with MPI taking them as they are.
+    """All ranks, with the late device's arrays staged through host memory and passed to MPI directly.
 
-    They are host memory, in truth, so MPI can. Its messages are then cut at 64 KiB, on both sides.
+    MPI can do that because they really are in host memory. Its messages are then cut at 64 KiB, on both sides.
     """
     import commlib
     from commlib.communicator import Communicator
@@ -37,7 +37,7 @@ def both_ways(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 
 @pytest.fixture
 def no_races() -> Iterator[None]:
-    """Fail a test in which something was read of the late device before it was there, or written while it was read."""
+    """Fail a test that reads memory of the late device before it is ready, or writes it while it is being read."""
     from tests.late import LATE
 
     races = LATE.races

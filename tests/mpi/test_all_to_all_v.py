@@ -1,4 +1,4 @@
-"""all_to_all_v between processes: counts of every kind, in memory of every kind, and counts that do not agree."""
+"""all_to_all_v between processes: counts of every kind, memory of every kind, and counts that disagree."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=WAYS)
 def group(comm, request):
-    """A group of all ranks, whose ordinary arrays go one way."""
-    made = Communicator(
+    """A group of all ranks that handles ordinary arrays in one of the ways."""
+    created = Communicator(
         MpiTransport(comm.native.Dup()), Runtime(Config(timeout=20, check_first=2, **WAYS[request.param]))
     )
-    yield made
+    yield created
     comm.barrier()
 
 
@@ -41,14 +41,14 @@ def test_all_ways(comm, case):
 
 @settings(max_examples=5, deadline=None)
 @given(case=uneven.cases(20_000))
-def test_a_result_that_does_not_fit_concerns_its_rank_alone(comm, case):
+def test_a_result_of_the_wrong_size_fails_on_its_rank_only(comm, case):
     for odd in range(comm.size):
         uneven.check_misfit(comm, case, odd)
 
 
 @pytest.mark.parametrize("count", [10, 5000, 200_000])
-def test_each_way(group, count):
-    """Many calls, counts that change, so that a fast rank is ahead of a slow one."""
+def test_changing_counts_over_many_calls(group, count):
+    """Many calls with changing counts let a fast rank run ahead of a slow one."""
     rank, size = group.rank, group.size
     for step in range(20):
         counts = [[(3 * a + b + step) % 5 * count // 4 for b in range(size)] for a in range(size)]
@@ -65,7 +65,7 @@ def test_each_way(group, count):
 @pytest.mark.parametrize("count", [1, 3000, 200_000])
 @pytest.mark.parametrize("wrong", [-1, 1])
 def test_counts_that_do_not_agree(group, count, wrong):
-    """Found however late; who is concerned is told, and the group goes on."""
+    """They are detected however late; the ranks concerned get an error, and the group remains usable."""
     rank, size = group.rank, group.size
     counts = [count] * size
     for _ in range(4):
@@ -86,8 +86,8 @@ def test_counts_that_do_not_agree(group, count, wrong):
 
 
 @pytest.mark.ranks(min=2)
-def test_works_in_flight(comm):
-    """One that fails ends only itself."""
+def test_a_failed_work_fails_alone(comm):
+    """The other works in flight are not affected."""
     size = comm.size
     x, counts = np.arange(size * 4000.0), [4000] * size
     takes = [[4000 + (comm.rank == 0 and rank == 1) for rank in range(size)], counts]

@@ -15,8 +15,8 @@ from commlib.observe import Phase
 pytestmark = pytest.mark.any_ranks
 
 
-def test_works_run_in_launch_order_on_one_thread_that_is_not_the_callers(comm):
-    """What is small may have ended in the caller's thread: these are too large for that."""
+def test_works_run_in_launch_order_on_a_single_progress_thread(comm):
+    """Small operations may end in the caller's thread: these are too large for that."""
     commlib.start_recording()
     try:
         works = [comm.all_reduce_async(np.full(100_000, step)) for step in range(50)]
@@ -37,7 +37,7 @@ def test_small_works_end_in_launch_order(comm):
     assert [int(work.wait()[0]) for work in works] == [step * comm.size for step in range(50)]
 
 
-def test_each_work_sees_what_the_one_before_it_wrote(comm):
+def test_each_work_sees_the_previous_results(comm):
     x = np.ones(5000)
     works = [comm.all_reduce_async(x, out=x) for _ in range(8)]
     works.append(comm.all_reduce_async(x, out=x, algorithm="ring"))
@@ -45,7 +45,7 @@ def test_each_work_sees_what_the_one_before_it_wrote(comm):
     assert (x == float(comm.size) ** 9).all()
 
 
-def test_a_blocking_call_waits_for_what_was_launched_before(comm):
+def test_a_blocking_call_waits_for_earlier_works(comm):
     for length in (3, 5000, 200_000):
         x, y = np.full(length, 1.0), np.full(length, 2.0)
         work = comm.all_reduce_async(x, out=x)
@@ -56,7 +56,7 @@ def test_a_blocking_call_waits_for_what_was_launched_before(comm):
 
 
 def test_ranks_may_mix_blocking_and_async_calls(comm):
-    """Blocking on even ranks, async on odd ones: the calls match all the same."""
+    """Even ranks block, odd ones do not: the calls match all the same."""
     for step in range(40):
         x = np.full(2000, float(step))
         if (comm.rank + step) % 2:
@@ -76,7 +76,7 @@ def test_many_in_flight(comm):
 
 
 @pytest.mark.ranks(min=2)
-def test_wait_with_a_timeout(comm):
+def test_a_wait_can_time_out(comm):
     barrier = comm.barrier_async() if comm.rank else None
     if barrier is not None:
         start = time.monotonic()
@@ -92,7 +92,7 @@ def test_wait_with_a_timeout(comm):
     assert barrier.wait() is None and barrier.done()
 
 
-def test_errors_of_the_call_are_raised_at_the_call(comm):
+def test_invalid_arguments_raise_at_the_call(comm):
     with pytest.raises(UsageError):
         comm.all_reduce_async(np.ones(3), "avg")
     with pytest.raises(UsageError):
@@ -100,7 +100,7 @@ def test_errors_of_the_call_are_raised_at_the_call(comm):
     comm.barrier()
 
 
-def test_several_threads_wait_for_one_work(comm):
+def test_several_threads_wait_for_the_same_work(comm):
     work = comm.all_reduce_async(np.ones(1000))
     results = []
     threads = [threading.Thread(target=lambda: results.append(work.wait(30))) for _ in range(4)]
@@ -112,7 +112,7 @@ def test_several_threads_wait_for_one_work(comm):
     assert (results[0] == comm.size).all()
 
 
-def test_several_threads_with_a_group_each(comm):
+def test_several_threads_with_one_group_each(comm):
     """The threads' calls interleave differently on every rank, but each group sees its own in order."""
     groups = [comm.split(0) for _ in range(3)]
     errors = []
@@ -148,12 +148,12 @@ def test_messages_and_collectives_at_the_same_time(comm):
 
 def test_arrays_are_kept_alive(comm):
     works = [comm.all_reduce_async(np.full(100_000, step)) for step in range(10)]
-    junk = [np.full(100_000, -1) for _ in range(10)]  # would land in the inputs' memory if it were free
+    junk = [np.full(100_000, -1) for _ in range(10)]  # would reuse the inputs' memory if it were free
     assert [int(work.wait().max()) for work in works] == [step * comm.size for step in range(10)]
     assert len(junk) == 10
 
 
-def test_plans_run_in_turn_with_other_calls(comm):
+def test_plans_keep_their_turn_among_other_calls(comm):
     x = np.ones(5000, np.float32)
     plan = comm.plan_all_reduce(x, out=x)
     works = [plan.start() for _ in range(3)]
@@ -164,8 +164,8 @@ def test_plans_run_in_turn_with_other_calls(comm):
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "recursive_doubling"])
-def test_a_plan_is_the_same_call_wherever_it_runs(comm, algorithm):
-    """In the caller's thread it left out, after 64 calls, the comparison that the progress thread still waited for."""
+def test_a_plan_makes_the_same_call_in_every_thread(comm, algorithm):
+    """In the caller's thread it skipped, after 64 calls, the comparison that the progress thread still waited for."""
     x = np.ones(50, np.int64)
     plan = comm.plan_all_reduce(x, "max", out=x, algorithm=algorithm)
     for step in range(80):

@@ -1,4 +1,4 @@
-"""`commlib bench`: every contender is right in every verb, and a wrong contender is reported."""
+"""`commlib bench`: every contender is correct for every verb, and a wrong one is reported."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def session(comm, verb, **options):
     options = {"sizes": (1, 5000), "rounds": 1, **options}
     if verb == "barrier":
         options.pop("sizes")
-    made = Session(comm, WORLD, check(BenchOptions(verb, **options), comm.size))
-    made.probe()
-    return made
+    benchmark = Session(comm, WORLD, check(BenchOptions(verb, **options), comm.size))
+    benchmark.probe()
+    return benchmark
 
 
 def wrong_of_all(session):
-    """What each contender gets wrong, by row, without measuring anything."""
+    """Return the errors of each contender, by row, without measuring anything."""
     for dtype, op, nbytes in session.plan():
         case = session.case(dtype, op, nbytes)
         for name, (own, call) in session.contenders(case).items():
@@ -85,28 +85,28 @@ def test_symmetric_buffers(comm, verb):
 
 
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.rooted])
-def test_another_root(comm, verb):
+def test_a_root_other_than_0(comm, verb):
     for symmetric in (True, False):
         assert_right(session(comm, verb, root=comm.size - 1, symmetric=symmetric, peers=("mpi",)), "mpi")
 
 
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.in_place in ("able", "usual")])
-def test_the_other_place(comm, verb):
+def test_out_of_place_or_in_place(comm, verb):
     other = VERBS[verb].in_place == "able"
-    made = session(comm, verb, in_place=other, dtypes=MIXED, symmetric=False, peers=("mpi",))
+    benchmark = session(comm, verb, in_place=other, dtypes=MIXED, symmetric=False, peers=("mpi",))
     if verb == "reduce_scatter":
-        assert_right(made)
-        assert all("the front of its buffer" in note for note in made.notes) and len(made.notes) == len(MIXED)
+        assert_right(benchmark)
+        assert all("the front of its buffer" in note for note in benchmark.notes) and len(benchmark.notes) == len(MIXED)
     else:
-        assert_right(made, "mpi")
+        assert_right(benchmark, "mpi")
 
 
-def test_pieces_and_gloo_and_mpi_of_a_large_all_reduce(comm, gloo):
+def test_a_large_all_reduce_in_pieces_by_gloo_and_mpi(comm, gloo):
     peers, sizes = ("mpi", "pieces", "gloo"), (1 << 20, 3_000_000)
-    made = session(comm, "all_reduce", dtypes=MIXED, sizes=sizes, peers=peers)
-    small, large = (set(made.contenders(made.case("int8", "sum", size))) for size in sizes)
+    benchmark = session(comm, "all_reduce", dtypes=MIXED, sizes=sizes, peers=peers)
+    small, large = (set(benchmark.contenders(benchmark.case("int8", "sum", size))) for size in sizes)
     assert small == {OURS, "mpi", "gloo"} and large == {OURS, *peers}  # up to 1 MiB is one piece
-    assert_right(made, *peers)
+    assert_right(benchmark, *peers)
     options: Any = {"dtypes": ("float16",), "ops": ("mean",), "in_place": False}
     assert_right(session(comm, "all_reduce", sizes=sizes, peers=peers, **options), *peers)
 
@@ -120,14 +120,14 @@ def test_gloo(comm, gloo, verb):
 
 
 @pytest.mark.ranks(min=2)
-def test_gloo_sends_to_others(comm, gloo):
+def test_gloo_ranks_other_than_0(comm, gloo):
     assert_right(session(comm, "send_recv", peers=("gloo",)), "gloo")
 
 
-def test_what_gloo_has_not_is_said_and_left_out(comm, gloo):
-    made = session(comm, "all_reduce", dtypes=("int16", "float32"), peers=("gloo",))
-    assert len(made.notes) == 1 and made.notes[0].startswith("gloo: no int16 sum here: ")
-    int16, float32 = list(made.rows())[:2], list(made.rows())[2:]
+def test_verbs_that_gloo_lacks_are_reported_and_skipped(comm, gloo):
+    benchmark = session(comm, "all_reduce", dtypes=("int16", "float32"), peers=("gloo",))
+    assert len(benchmark.notes) == 1 and benchmark.notes[0].startswith("gloo: no int16 sum here: ")
+    int16, float32 = list(benchmark.rows())[:2], list(benchmark.rows())[2:]
     assert all(set(row.seconds) == {OURS} for row in int16)
     assert all(set(row.seconds) == {OURS, "gloo"} and row.wrong == {OURS: 0, "gloo": 0} for row in float32)
 
@@ -158,17 +158,17 @@ def test_every_verb_on_the_progress_thread(comm, verb):
     assert all(set(row.seconds) == {OURS, "mpi"} for row in rows)
 
 
-def test_all_ranks_have_the_same_figures(comm):
+def test_all_ranks_get_the_same_figures(comm):
     rows = list(session(comm, "all_gather", sizes=(5000, 100_000), peers=("mpi",), rounds=2).rows())
     figures = [(row.size, row.count, row.seconds, row.wrong, row.bound_seconds) for row in rows]
     assert all(other == figures for other in comm.all_gather_object(figures))
     assert [len(row.bound_seconds) for row in rows] == ([0, 2] if comm.size > 1 else [0, 0])  # 64 KiB and more
 
 
-def test_sizes_below_one_element_for_each_rank_are_measured_once(comm):
-    made = session(comm, "all_gather", sizes=(1, 2, 4, 8 * comm.size), dtypes=("float64", "int8"))
-    assert len([row for row in made.plan() if row[0] == "float64"]) == 1
-    assert made.plan()[-1] == ("int8", "", 8 * comm.size)
+def test_sizes_below_one_element_per_rank_are_measured_once(comm):
+    benchmark = session(comm, "all_gather", sizes=(1, 2, 4, 8 * comm.size), dtypes=("float64", "int8"))
+    assert len([row for row in benchmark.plan() if row[0] == "float64"]) == 1
+    assert benchmark.plan()[-1] == ("int8", "", 8 * comm.size)
 
 
 BROKEN = {
@@ -184,22 +184,22 @@ BROKEN = {
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("way", BROKEN)
 def test_a_broken_contender_is_reported(comm, way):
-    made = session(comm, "all_reduce", in_place=False, sizes=(5000,))
-    made.makers["broken"] = lambda case: lambda: BROKEN[way](comm, case)
-    [row] = made.rows()
+    benchmark = session(comm, "all_reduce", in_place=False, sizes=(5000,))
+    benchmark.makers["broken"] = lambda case: lambda: BROKEN[way](comm, case)
+    [row] = benchmark.rows()
     assert row.wrong is not None and row.wrong[OURS] == 0
     if way == "forgets the last element":
         assert row.wrong["broken"] == 2 * comm.size  # before and after
     else:
         assert row.wrong["broken"] >= 1250  # of the elements of one rank
-    made.makers[OURS] = made.makers["broken"]
-    assert mistakes(made.rows()) > 0  # what the exit code is made of
+    benchmark.makers[OURS] = benchmark.makers["broken"]
+    assert mistakes(benchmark.rows()) > 0  # determines the exit code
 
 
 @pytest.mark.ranks(min=2)
-def test_a_result_that_goes_bad_in_the_burst_is_seen(comm):
-    """A first call that is right proves little: the check is made again afterwards."""
-    made = session(comm, "all_reduce", sizes=(5000,))
+def test_a_result_that_goes_wrong_during_a_burst_is_detected(comm):
+    """A correct first call proves little: the check is repeated afterwards."""
+    benchmark = session(comm, "all_reduce", sizes=(5000,))
     calls = []
 
     def make(case):
@@ -211,25 +211,25 @@ def test_a_result_that_goes_bad_in_the_burst_is_seen(comm):
 
         return call
 
-    made.makers["tiring"] = make
-    [row] = made.rows()
+    benchmark.makers["tiring"] = make
+    [row] = benchmark.rows()
     assert row.wrong is not None and row.wrong["tiring"] == comm.size
 
 
-def test_without_checks_nothing_is_claimed(comm):
+def test_without_checks_no_result_is_called_correct(comm):
     rows = list(session(comm, "all_reduce", check=False).rows())
     assert [row.wrong for row in rows] == [None, None]
 
 
-def test_what_commlib_cannot_do_is_refused_on_all_ranks(comm):
+def test_unsupported_cases_are_refused_on_all_ranks(comm):
     with pytest.raises(BenchOptionsError, match="no algorithm 'rnig'; known are"):
         session(comm, "all_reduce", algorithm="rnig")
     with pytest.raises(UsageError, match="without losing digits"):
         session(comm, "all_reduce", algorithm="native", dtypes=("bfloat16",))
 
 
-def test_bursts_of_passes_over_memory(comm):
-    """Their figure is one on which all ranks agree."""
+def test_bursts_count_passes_over_memory(comm):
+    """All ranks agree on their number."""
     seconds = burst_of(WORLD, memory_pass(1000, 600, True))()
     assert comm.all_gather_object(seconds) == [seconds] * comm.size
 

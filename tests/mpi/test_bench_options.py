@@ -1,4 +1,4 @@
-"""`commlib bench` as asked: so many calls, single calls timed, both places."""
+"""Options of `commlib bench`: the number of calls, timing of single calls, both placements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rows(comm, verb, **options):
     return list(session.rows())
 
 
-def test_single_calls_of_every_contender_are_timed_and_all_ranks_know_them(comm):
+def test_single_calls_of_every_contender_are_timed_and_shared_by_all_ranks(comm):
     [row] = rows(comm, "all_reduce", peers=("mpi",), iters=7, warmup_iters=1, percentiles=True)
     assert set(row.percentiles) == {"commlib", "mpi"}
     for shares in row.percentiles.values():
@@ -27,12 +27,12 @@ def test_single_calls_of_every_contender_are_timed_and_all_ranks_know_them(comm)
     assert mistakes([row]) == 0
 
 
-def test_no_calls_are_timed_that_nobody_asked_for(comm):
+def test_single_calls_are_timed_only_on_request(comm):
     [row] = rows(comm, "all_gather", iters=3)
     assert row.percentiles == {} and row.in_place is False
 
 
-def test_as_many_calls_as_asked_for(comm):
+def test_the_requested_number_of_calls_is_made(comm):
     session = Session(
         comm, MPI.COMM_WORLD, check(BenchOptions("barrier", rounds=2, iters=5, warmup_iters=3), comm.size)
     )

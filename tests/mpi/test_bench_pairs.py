@@ -1,4 +1,4 @@
-"""`commlib bench pairs`: every two ranks play, and what does not come back as it went is counted."""
+"""`commlib bench pairs`: every pair of ranks plays ping-pong, and bytes that return changed are counted."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from commlib.bench.options import BenchOptions
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks, pytest.mark.any_mpi]
 
 
-def test_every_pair_is_measured_and_all_ranks_know_it(comm):
-    told = []
+def test_every_pair_is_measured_and_all_ranks_get_the_results(comm):
+    reports = []
     options = BenchOptions("pairs", sizes=(1, 70_000), rounds=1, iters=2, warmup_iters=0)
-    matrices, wrong = pairs.measure(comm, MPI.COMM_WORLD, options, lambda *what: told.append(what))
+    matrices, wrong = pairs.measure(comm, MPI.COMM_WORLD, options, lambda *report: reports.append(report))
     expected = list(combinations(range(comm.size), 2))
     assert [matrix.nbytes for matrix in matrices] == [1, 70_000]
     assert all(list(matrix.seconds) == expected and min(matrix.seconds.values()) > 0 for matrix in matrices)
-    assert wrong == 0 and len(told) == 2 * len(expected)
+    assert wrong == 0 and len(reports) == 2 * len(expected)
     assert comm.all_gather_object(matrices) == [matrices] * comm.size
 
 
-def test_bytes_that_come_back_wrong_are_counted(comm, monkeypatch):
+def test_corrupted_bytes_are_counted(comm, monkeypatch):
     class Spoiling:
         """Rank 1 changes one byte of what it sends."""
 
@@ -41,7 +41,7 @@ def test_bytes_that_come_back_wrong_are_counted(comm, monkeypatch):
 
     options = BenchOptions("pairs", sizes=(10,), rounds=1, iters=1, warmup_iters=0)
     _, wrong = pairs.measure(Spoiling(), MPI.COMM_WORLD, options, lambda *what: None)
-    assert wrong == comm.size - 1  # in each pair of rank 1; with a higher rank it sent, and got back, a changed byte
+    assert wrong == comm.size - 1  # in pairs with rank 1: to a higher rank it sent, and got back, a changed byte
     _, unchecked = pairs.measure(
         Spoiling(),
         MPI.COMM_WORLD,

@@ -1,4 +1,4 @@
-"""Gradients as arrays, reduced by name: buckets, joins, compression, runs that fail half-way."""
+"""Gradients in arrays, reduced by name: buckets, joins, compression, and steps that fail half-way."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def gradient(rank: int, index: int, step: int = 0) -> np.ndarray:
 
 
 def mean(comm: Any, index: int, step: int = 0, ranks: Any = None) -> np.ndarray:
-    there = range(comm.size) if ranks is None else ranks
-    return np.asarray(sum(gradient(rank, index, step) for rank in there) / comm.size)
+    present = range(comm.size) if ranks is None else ranks
+    return np.asarray(sum(gradient(rank, index, step) for rank in present) / comm.size)
 
 
-def made(name: str, there: tuple[int, ...] = (0, 1, 2), *, strict: bool = False, **options: Any) -> Any:
-    """Return (what reduces gradients with small buckets, one call of it)."""
+def create(name: str, present: tuple[int, ...] = (0, 1, 2), *, strict: bool = False, **options: Any) -> Any:
+    """Return a reducer of gradients with small buckets, and a function that calls it once."""
     options = {"bucket_cap_mib": TINY, "first_bucket_mib": TINY, "overlap": True, **options}
     gradients = NamedGradients(name, Options(**options), 0, None)
-    return gradients, GradientCall(gradients, CallSpec(NAMES, there, (), [2, 1, 0], 1, strict))
+    return gradients, GradientCall(gradients, CallSpec(NAMES, present, (), [2, 1, 0], 1, strict))
 
 
 def reduce(
-    comm: Any, run: Any, step: int = 0, there: tuple[int, ...] = (0, 1, 2), wire: str = "float32"
+    comm: Any, run: Any, step: int = 0, present: tuple[int, ...] = (0, 1, 2), wire: str = "float32"
 ) -> dict[int, Any]:
-    """Give gradients in two parts, as nodes of a graph do, in the dtype that travels."""
-    arrays = {i: gradient(comm.rank, i, step).astype(NUMPY[wire]) for i in there}
-    run.give(there[2:], [arrays[i] for i in there[2:]], KINDS)
-    run.give(there[:2], [arrays[i] for i in there[:2]])
+    """Pass gradients in two parts, as the nodes of a graph do, in the dtype that is transmitted."""
+    arrays = {i: gradient(comm.rank, i, step).astype(NUMPY[wire]) for i in present}
+    run.give(present[2:], [arrays[i] for i in present[2:]], KINDS)
+    run.give(present[:2], [arrays[i] for i in present[:2]])
     return dict(run.end([]))
 
 
@@ -65,7 +65,7 @@ def check(comm: Any, results: dict[int, Any], step: int = 0, ranks: Any = None) 
 
 
 def test_means_of_all_ranks(comm: Any, name: str) -> None:
-    gradients, run = made(name)
+    gradients, run = create(name)
     for step in range(4):
         results = reduce(comm, run, step)
         assert sorted(results) == [0, 1, 2]
@@ -73,13 +73,13 @@ def test_means_of_all_ranks(comm: Any, name: str) -> None:
     assert len(gradients.reducers) == 1
     assert gradients.statistics.reductions == gradients.report.step == 4
     assert len(gradients.reducers[0].buckets) > 1
-    # In a bucket on a node of several ranks nothing is copied out.
+    # In a bucket on a node with several ranks nothing is copied out.
     assert all(result.ctypes.data % 64 == 0 for result in results.values())
 
 
-def test_a_rank_may_join_before_its_first_step_and_come_back(comm: Any, name: str) -> None:
-    """What the others have made meanwhile lacks this rank: it is made anew, by all."""
-    gradients, run = made(name)
+def test_a_rank_may_join_before_its_first_step_and_return(comm: Any, name: str) -> None:
+    """What the others have created meanwhile lacks this rank, so all ranks create it again."""
+    gradients, run = create(name)
     for step in range(comm.rank):
         check(comm, reduce(comm, run, step), step, [rank for rank in range(comm.size) if rank > step])
     hvd.start_join(blocking=True).wait()
@@ -90,14 +90,14 @@ def test_a_rank_may_join_before_its_first_step_and_come_back(comm: Any, name: st
 
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8", "topk:ratio=0.999", "powersgd:rank=4"])
 def test_ranks_that_join_at_different_times(comm: Any, name: str, compression: str) -> None:
-    """Also while gradients are compressed: who has joined does its part, and goes on with what it remembers."""
-    gradients, run = made(name, compression=compression, within_node=True)
+    """Also with compressed gradients: a joined rank takes part and keeps its compression state."""
+    gradients, run = create(name, compression=compression, within_node=True)
     wire = gradients.options_here().wire_dtype("float32")
     for turn in range(2):
         for step in range(comm.rank + 1):
-            there = [rank for rank in range(comm.size) if rank >= step]
+            present = [rank for rank in range(comm.size) if rank >= step]
             for index, result in reduce(comm, run, step, wire=wire).items():
-                expected = mean(comm, index, step, there)
+                expected = mean(comm, index, step, present)
                 scale = np.abs(expected).max()
                 assert np.abs(result.astype(np.float32) - expected).max() <= 0.35 * scale, (turn, step, index)
                 bits = hvd.allgather_object(result.tobytes(), f"{name} bits")
@@ -105,46 +105,46 @@ def test_ranks_that_join_at_different_times(comm: Any, name: str, compression: s
         hvd.start_join(blocking=True).wait()
 
 
-def test_sets_of_one_name_do_not_share_what_compression_remembers(comm: Any, name: str) -> None:
+def test_sets_with_the_same_name_have_separate_compression_state(comm: Any, name: str) -> None:
     results = []
     for _ in range(2):
-        _, run = made(name, compression="int4", within_node=True)
+        _, run = create(name, compression="int4", within_node=True)
         results.append([reduce(comm, run, step)[1].copy() for step in range(3)])
     np.testing.assert_array_equal(results[0], results[1])
 
 
 @pytest.mark.ranks(min=2)
-def test_a_resumed_run_has_the_same_bits(comm: Any, name: str) -> None:
-    _, run = made(name, compression="sign", within_node=True)
+def test_a_resumed_run_gives_the_same_bits(comm: Any, name: str) -> None:
+    _, run = create(name, compression="sign", within_node=True)
     expected = [reduce(comm, run, step)[1].copy() for step in range(6)][3:]
-    stopped, run = made(f"{name} stopped", compression="sign", within_node=True)
+    stopped, run = create(f"{name} stopped", compression="sign", within_node=True)
     for step in range(3):
         reduce(comm, run, step)
-    again, run = made(f"{name} again", compression="sign", within_node=True)
-    again.load_compression_state(stopped.compression_state())
+    resumed, run = create(f"{name} again", compression="sign", within_node=True)
+    resumed.load_compression_state(stopped.compression_state())
     np.testing.assert_array_equal([reduce(comm, run, step)[1].copy() for step in range(3, 6)], expected)
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_gradient_that_one_rank_lacks(comm: Any, name: str, strict: bool) -> None:
-    there = (0, 2) if comm.rank == 1 else (0, 1, 2)
-    _, run = made(name, there, strict=strict)
+def test_a_gradient_missing_on_one_rank(comm: Any, name: str, strict: bool) -> None:
+    present = (0, 2) if comm.rank == 1 else (0, 1, 2)
+    _, run = create(name, present, strict=strict)
     if strict:
         with pytest.raises(MismatchError, match=r"gradient of b is None on ranks \[1\], but not on ranks \[0"):
-            reduce(comm, run, 0, there)
+            reduce(comm, run, 0, present)
     else:
-        results = reduce(comm, run, 0, there)
+        results = reduce(comm, run, 0, present)
         others = [rank for rank in range(comm.size) if rank != 1]
         np.testing.assert_allclose(results[1], mean(comm, 1, 0, others), rtol=1e-6)
-    _, run = made(f"{name} whole", strict=strict)
+    _, run = create(f"{name} whole", strict=strict)
     check(comm, reduce(comm, run))
 
 
 @pytest.mark.ranks(min=2)
-def test_a_run_that_failed_half_way_is_one_on_all_ranks(comm: Any, name: str) -> None:
-    """The others took zeros for what it lacked, without a word. They wait for it; so the next run ends it first."""
-    _, run = made(name)
+def test_a_step_that_fails_half_way_fails_on_all_ranks(comm: Any, name: str) -> None:
+    """The others silently used zeros for its gradients. They wait for it, so its next step ends the failed one."""
+    _, run = create(name)
     check(comm, reduce(comm, run))
     if comm.rank == 0:
         run.give([2], [gradient(0, 2, 1)], KINDS)  # and then something raised
@@ -156,9 +156,9 @@ def test_a_run_that_failed_half_way_is_one_on_all_ranks(comm: Any, name: str) ->
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("where", ["before the first step", "between steps", "half-way"])
-def test_elastic_run_where_one_rank_alone_raises(comm: Any, name: str, where: str) -> None:
-    """The others waited for its gradients for ever. What it has begun must not meet what they begin anew."""
-    _, run = made(name)
+def test_an_elastic_run_recovers_when_one_rank_raises(comm: Any, name: str, where: str) -> None:
+    """The others waited for its gradients for ever. What it began must not mix with what they begin again."""
+    _, run = create(name)
     state = hvd.elastic.ObjectState(step=0)
     calls: list[int] = []
 
@@ -181,8 +181,8 @@ def test_elastic_run_where_one_rank_alone_raises(comm: Any, name: str, where: st
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_give_others_are_told(comm: Any, name: str) -> None:
-    _, run = made(name)
+def test_different_gradients_are_an_error(comm: Any, name: str) -> None:
+    _, run = create(name)
     odd = (*KINDS[:2], Gradient("c", (comm.rank,), "float32"))
     with pytest.raises(
         MismatchError, match=r"entry \d+ is 'c: float32\[0\]' on rank 0 but 'c: float32\[1\]' on rank 1"
@@ -190,9 +190,9 @@ def test_ranks_that_give_others_are_told(comm: Any, name: str) -> None:
         run.begin(odd, eager=False)
 
 
-def test_threads_and_other_operations_between(comm: Any, name: str) -> None:
-    """Ranks may ask for other operations at other places of a step."""
-    _, run = made(name)
+def test_threads_and_other_operations_in_between(comm: Any, name: str) -> None:
+    """Ranks may request other operations at different points of a step."""
+    _, run = create(name)
     for step in range(3):
         others = []
         for place in range(3):

@@ -1,4 +1,4 @@
-"""Channels on the ranks of a job: by memory of the node, and by messages as between nodes."""
+"""Channels between the ranks of a job: through the node's memory, and by messages as between nodes."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def group(request, comm, by_messages):
 
 @pair
 @pytest.mark.parametrize("check", channels.ALL, ids=lambda check: check.__name__)
-def test_of_every_channel(group, check):
+def test_channel_bodies(group, check):
     try:
         if group.rank < 2:
             check(group, 1 - group.rank)
     finally:
-        group.barrier()  # in step, whatever failed
+        group.barrier()  # in step even after a failure
 
 
 @pair
 def test_a_ring_of_stages(group):
-    """Every rank hands on what its left neighbour computed, and gradients go the other way."""
+    """Every rank passes on what its left neighbour computed, and gradients travel the other way."""
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     ahead = group.channel(right, f"stage {group.rank}", (64, 64), "float32", 3)
     behind = group.channel(left, f"stage {left}", (64, 64), "float32", 3)
@@ -82,8 +82,8 @@ def test_a_failed_group_fails_its_channels(comm):
 
 
 @pair
-def test_an_interrupted_wait_leaves_the_channel_as_it_was(group):
-    """Nothing had been taken: the message that comes later is the next one."""
+def test_an_interrupted_wait_leaves_the_channel_intact(group):
+    """Nothing was taken: the message that arrives later is the next one."""
     if group.rank < 2:
         channel = group.channel(1 - group.rank, "interrupted", (3,), "int64", 1)
         channel.send(np.zeros(3, np.int64))
@@ -97,7 +97,7 @@ def test_an_interrupted_wait_leaves_the_channel_as_it_was(group):
         else:
             assert channel.recv().tolist() == [1, 1, 1]
             channel.send(np.full(3, 2))
-        channels.meet(group, 1 - group.rank)
+        channels.synchronise(group, 1 - group.rank)
         channel.close()
     group.barrier()
 
@@ -105,7 +105,7 @@ def test_an_interrupted_wait_leaves_the_channel_as_it_was(group):
 @pair
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_alarms_at_any_time(group):
-    """Rank 0 is interrupted again and again: no message is lost, doubled or changed, or the channel says it failed."""
+    """Rank 0 is interrupted repeatedly: no message is lost, duplicated or changed, or the channel reports failure."""
     if group.rank < 2:
         chance, delay, peer, failures, interrupted = random.Random(3), random.Random(4), 1 - group.rank, 0, 0
         for round_number in range(25):
@@ -128,9 +128,9 @@ def test_alarms_at_any_time(group):
                         interrupted += 1
                         if step < 400 and channel.ends.outgoing.count != step:
                             assert channel.ends.outgoing.count == step + 1
-                            step += 1  # it was sent: Python was interrupted before it could count
+                            step += 1  # it was sent, but Python was interrupted before counting it
                 if group.rank == 0:
-                    channel.recv(timeout=20)  # the other rank has all
+                    channel.recv(timeout=20)  # the other rank has them all
                 else:
                     channel.send(np.zeros(200, np.int64))
             except ShutdownError as error:
@@ -138,14 +138,14 @@ def test_alarms_at_any_time(group):
                 failures += 1
             except PeerError as error:
                 assert group.rank == 1 and "has given up this channel" in str(error)
-            channels.meet(group, peer)
+            channels.synchronise(group, peer)
             channel.close()
         assert interrupted > 25 or group.rank == 1
     group.barrier()
 
 
 @pair
-def test_works_of_collectives_and_channels_do_not_mix(group):
+def test_collectives_and_channels_do_not_mix_their_works(group):
     if group.rank < 2:
         channel = group.channel(1 - group.rank, "beside", (1000,), "float64")
     for step in range(20):
@@ -180,8 +180,8 @@ def test_between_all_ranks_with_large_messages(group):
 
 
 @pair
-def test_letters_of_a_dropped_group_do_not_stay(group):
-    """Each pipeline that was made and dropped left two requests of MPI behind, for ever."""
+def test_messages_of_a_dropped_group_are_freed(group):
+    """Each pipeline that was created and dropped left two MPI requests behind, for ever."""
     counts = []
     for _ in range(8):
         own = group.split(0, name="dropped")
@@ -191,5 +191,5 @@ def test_letters_of_a_dropped_group_do_not_stay(group):
         gc.collect()
         group.barrier()
         counts.append(count_in_flight())
-    # Some are on their way at any time; what stays adds up, so that no later count is as small again.
+    # Some are always in flight; leaks accumulate, so no later count would be as small again.
     assert min(counts[5:]) <= counts[1] + 2, counts

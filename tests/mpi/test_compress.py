@@ -1,4 +1,4 @@
-"""Compressed reductions under MPI: every scheme leaves the same bits on all ranks, and close to the sum."""
+"""Compressed reductions under MPI: every scheme gives the same bits on all ranks, close to the sum."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.ranks(min=2, max=3), pytest.mark.any_mpi]
 
 COMPRESSIONS = [name for name in (*CODECS, *SCHEMES) if name != "auto"]
 PARTS = [BucketPart("embedding", 0, (120, 60)), BucketPart("weight", 7200, (60, 61)), BucketPart("bias", 10864, (61,))]
-PLACES = np.concatenate([np.arange(part.start, part.stop) for part in PARTS])  # what lies between may be anything
+PLACES = np.concatenate([np.arange(part.start, part.stop) for part in PARTS])  # the gaps may hold anything
 FLAGS = 10928
 STEPS = 12
 
-# How far the mean over STEPS steps of the same gradients may be from theirs, as a share of its length. What error
-# feedback holds back is at most a constant, so after T steps the mean is off by it / T. Residuals stay below 1/(1 - d)
+# How far the mean over STEPS steps of the same gradients may be from the true one, relative to its norm. Error
+# feedback holds back a bounded amount, so after T steps the mean is off by that / T. Residuals stay below 1/(1 - d)
 # of a step's values, where d is the share that one encoding loses: 0.4 % for int8, ... and far more for a few elements
-# out of a hundred, which is why sparse and 1-bit schemes are only asked to point the right way here.
+# out of a hundred, which is why sparse and 1-bit schemes only have to point in the right direction here.
 FAR = {
     "fp16": 1e-3,
     "bf16": 1e-2,
@@ -44,7 +44,7 @@ def gradient(rank: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_ranks_agree_bit_for_bit_and_the_mean_over_steps_comes_near(name):
+def test_ranks_agree_bit_for_bit_and_the_mean_over_steps_converges(name):
     comm = commlib.init()
     compression = GradientCompression(comm, scheme_of(name), within_node=True)
     array = comm.empty(FLAGS + 16)
@@ -65,10 +65,10 @@ def test_ranks_agree_bit_for_bit_and_the_mean_over_steps_comes_near(name):
         assert len(set(digests)) == 1
         total += array[:FLAGS]
     expected = np.mean([gradient(rank) for rank in range(comm.size)], axis=0)
-    got, expected = total[PLACES] / STEPS, expected[PLACES]
-    cosine = got @ expected / np.linalg.norm(got) / np.linalg.norm(expected)
+    actual, expected = total[PLACES] / STEPS, expected[PLACES]
+    cosine = actual @ expected / np.linalg.norm(actual) / np.linalg.norm(expected)
     if name in FAR:
-        assert np.linalg.norm(got - expected) <= FAR[name] * np.linalg.norm(expected)
+        assert np.linalg.norm(actual - expected) <= FAR[name] * np.linalg.norm(expected)
     else:
         assert cosine > 0.2
     assert plan.sent_bytes > 0
@@ -79,7 +79,7 @@ def test_ranks_agree_bit_for_bit_and_the_mean_over_steps_comes_near(name):
 @pytest.mark.parametrize(
     "name", ["int8", "int4:rounding=stochastic,feedback=false", "topk:ratio=0.999", "powersgd:rank=2"]
 )
-def test_by_name_with_ranks_that_have_joined(name):
+def test_named_reductions_after_ranks_have_joined(name):
     comm = commlib.init()
     tensors: list[Any] = [np.full((40, 50), comm.rank + 1.0, np.float32), np.full(7, 2.0, np.float64)]
     results = [np.empty_like(tensor) for tensor in tensors]
@@ -102,7 +102,7 @@ def test_by_name_with_ranks_that_have_joined(name):
         assert abs(results[0].mean() - joined) < 0.2 * joined
 
 
-def test_by_name_ranks_must_give_the_same_compression():
+def test_ranks_must_name_the_same_compression():
     comm = commlib.init()
     x = np.zeros(100, np.float32)
     pending = hvd.start_compressed_allreduce(
@@ -114,7 +114,7 @@ def test_by_name_ranks_must_give_the_same_compression():
         hvd.start_compressed_allreduce([np.zeros(3, np.int64)], [x], "integers", compression="int8")
 
 
-def test_a_codec_on_an_exchange_between_experts():
+def test_a_codec_in_an_exchange_between_experts():
     comm = commlib.init()
     tokens = np.random.default_rng(comm.rank).standard_normal((2 * comm.size, 16)).astype(np.float32)
     rows, counts = activations.all_to_all_v(comm, codec_of("bf16"), tokens, [2] * comm.size)

@@ -1,4 +1,4 @@
-"""Buckets and codecs of a late device over MPI: through host memory, and as they are."""
+"""Buckets and codecs of a late device over MPI: through host memory, and directly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_mean_of_slots(comm, early):
         for parameter, spec in enumerate(SPECS):
             gradient = LATE.put(np.full(spec.count, 2.0 * comm.rank + step, np.float32))
             engine.write(parameter, gradient.address)
-            LATE.synchronise()  # the gradient goes
+            LATE.synchronise()  # the gradient is dropped
         for bucket in range(early):
             engine.launch(bucket)
         engine.finish(range(early, len(engine.buckets)), unused=() if comm.rank or early else (1,))
@@ -50,8 +50,8 @@ def test_mean_of_slots(comm, early):
 
 
 @pytest.mark.parametrize("codec", [Blocks(), Sign(), TopK(0.01)], ids=lambda codec: codec.name)
-def test_payloads_of_a_device_are_exchanged(comm, codec):
-    """Each rank encodes on its device; all decode there what all have sent, as the host does."""
+def test_a_devices_payloads_are_exchanged(comm, codec):
+    """Each rank encodes on its device; all decode there what every rank has sent, as the host does."""
     xs = [np.random.default_rng(rank).standard_normal(5000).astype(np.float32) for rank in range(comm.size)]
     x = as_contiguous(LATE.put(xs[comm.rank]), "test")
     payload = x.empty((codec.payload_bytes(5000),), np.uint8)
@@ -73,7 +73,7 @@ def test_payloads_of_a_device_are_exchanged(comm, codec):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("name", ["int8", "sign", "topk", "randomk", "powersgd", "dgc"])
-def test_compressed_buckets_have_the_bits_of_the_host(comm, name):
+def test_compressed_buckets_match_the_hosts_bits(comm, name):
     races = LATE.races
     compressing.check(comm, name)
     assert LATE.races == races

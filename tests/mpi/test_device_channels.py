@@ -1,4 +1,4 @@
-"""Channels between devices, on the late one: between memories of the devices, through the host, and by messages."""
+"""Channels between late devices: through device memory, through the host, and by messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = [pytest.param(way, marks=pytest.mark.long) for way in ("apart", "refused"
 
 @pytest.fixture(scope="module", params=["peers", "between", "off", *LONG])
 def group(request):
-    """All ranks: devices address each other's memory, may not, one cannot; streams cannot meet, may not; nodes."""
+    """All ranks: peer memory used, forbidden, or missing on one; streams unable or forbidden to meet; between nodes."""
     world = commlib.init()
     config = Config(
         timeout=20,
@@ -38,7 +38,7 @@ def group(request):
     )
     runtime = Runtime(config, world.runtime.ranks_on_node)
     with pytest.MonkeyPatch.context() as patch:
-        # One rank that cannot is enough.
+        # One rank without it is enough.
         patch.setattr(LATE, "has_signals", request.param != "refused" or world.rank == 0)
         patch.setattr(LATE, "has_reach", request.param != "apart" or world.rank == 0)
         group = Communicator(MpiTransport(world.native.Dup()), runtime, f"device channels {request.param}")
@@ -53,26 +53,26 @@ CHECKS = [pytest.param(check, marks=pytest.mark.long) if check is SLOW else chec
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_of_every_channel(group, check):
+def test_channel_bodies(group, check):
     try:
         if group.rank < 2:
             check(group, 1 - group.rank, LATE, LATE)
     finally:
-        commlib.init().native.Barrier()  # the others wait for longer than a group does, where the machine is busy
+        commlib.init().native.Barrier()  # the others wait longer than a group does, where the machine is busy
 
 
-def test_a_side_that_raises(group, monkeypatch):
+def test_one_side_raises(group, monkeypatch):
     try:
         if group.rank < 2:
-            device_channels.a_side_that_raises(group, 1 - group.rank, LATE, LATE, monkeypatch)
+            device_channels.one_side_raises(group, 1 - group.rank, LATE, LATE, monkeypatch)
     finally:
         group.barrier()
 
 
 @pytest.mark.parametrize(
-    "check", [device_channels.a_stream_that_waits_in_vain, device_channels.a_failed_channel_lets_streams_go]
+    "check", [device_channels.a_stream_waits_in_vain, device_channels.a_failed_channel_releases_streams]
 )
-def test_streams_that_wait_in_vain(group, monkeypatch, check):
+def test_streams_wait_in_vain(group, monkeypatch, check):
     try:
         if group.rank < 2 and group.name.endswith("peers"):
             check(group, 1 - group.rank, LATE, LATE, monkeypatch)
@@ -80,8 +80,8 @@ def test_streams_that_wait_in_vain(group, monkeypatch, check):
         group.barrier()
 
 
-def test_the_way(group):
-    """All that can goes between the devices, and the host carries no data then."""
+def test_device_channels_are_used_where_possible(group):
+    """Everything that can goes from device to device, and the host then carries no data."""
     if group.rank < 2:
         with group.channel(1 - group.rank, "way", (50_000,), device=LATE) as channel:
             assert channel.is_direct == group.name.endswith(("peers", "between", "apart"))
@@ -90,20 +90,20 @@ def test_the_way(group):
             if channel.is_direct:
                 assert channel.ends.outgoing.form.nbytes(channel.ends.outgoing.shape) < 200
             device_channels.same(LATE, channel.recv(), np.full(50_000, 1 - group.rank, np.float32))
-            channels.meet(group, 1 - group.rank)
+            channels.synchronise(group, 1 - group.rank)
     group.barrier()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_alarms_at_any_time(group):
-    """Rank 0 is interrupted again and again: no message is lost, doubled or changed, or the channel says it failed."""
+    """Rank 0 is interrupted repeatedly: no message is lost, duplicated or changed, or the channel reports failure."""
     if group.rank < 2:
         delay, peer, interrupted = random.Random(4), 1 - group.rank, 0
         for round_number in range(8):
             channel = group.channel(peer, f"alarms {round_number}", (200,), "int64", 2, device=LATE)
             arrays = [LATE.put(np.full(200, step)) for step in range(150)] if group.rank == 0 else []
             LATE.synchronise()
-            kept: list[Any] = []
+            received: list[Any] = []
             step = 0
             try:
                 while step < 150:
@@ -113,18 +113,18 @@ def test_alarms_at_any_time(group):
                                 if group.rank == 0:
                                     channel.send(arrays[step])
                                 else:
-                                    kept.append(channel.recv())
-                                    channel.release(kept[-1])
+                                    received.append(channel.recv())
+                                    channel.release(received[-1])
                                 step += 1
                     except Alarm:
                         interrupted += 1
                         if channel.is_direct and step < 150 and channel.ends.outgoing.count != step:
                             assert channel.ends.outgoing.count == step + 1
-                            step += 1  # it was sent: Python was interrupted before it could count
+                            step += 1  # it was sent, but Python was interrupted before counting it
                         elif not channel.is_direct:
-                            break  # whether it was queued is not known
+                            break  # whether it was queued is unknown
                 if group.rank == 0 and channel.is_direct:
-                    channel.recv(timeout=20)  # the other rank has all
+                    channel.recv(timeout=20)  # the other rank has them all
                 elif channel.is_direct:
                     channel.send(LATE.put(np.zeros(200, np.int64)))
             except ShutdownError as error:
@@ -133,9 +133,9 @@ def test_alarms_at_any_time(group):
                 assert group.rank == 1 and re.search("has given up this channel|has closed this channel", str(error))
             if group.rank == 0:
                 channel.close()
-            for number, view in enumerate(kept):
+            for number, view in enumerate(received):
                 np.testing.assert_array_equal(view.numpy(), number)
-            channels.meet(group, peer)
+            channels.synchronise(group, peer)
             channel.close()
         assert interrupted >= 8 or group.rank == 1
     group.barrier()

@@ -1,4 +1,4 @@
-"""Rows of experts in the memory of a late device, which poisons what is read too early."""
+"""Experts' rows in the memory of a late device, which poisons whatever is read too early."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tests.unit.expert.test_exchange import assign
 
 @pytest.fixture(scope="module", params=["staged", "direct", "peers", "apart"])
 def group(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    """All ranks: rows go through the host, as MPI takes them from the device, between the devices, or between nodes."""
+    """All ranks: rows go through the host, through MPI from the device, between the devices, or between nodes."""
     world = commlib.init()
     peers, one_node = request.param == "peers", request.param != "apart"
     settings = Config(timeout=20, device_slot_kib=64, device_peers=peers, node_path=one_node)
     runtime = Runtime(settings, world.runtime.ranks_on_node)
     devices = {"late"} if request.param == "direct" else set()
-    made = Communicator(MpiTransport(world.native.Dup(), devices=devices), runtime, f"late {request.param}")
+    created = Communicator(MpiTransport(world.native.Dup(), devices=devices), runtime, f"late {request.param}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LATE, "has_signals", True)
-        yield made
-        made.close()
+        yield created
+        created.close()
 
 
 @pytest.mark.usefixtures("no_races")
@@ -52,24 +52,24 @@ def test_body(group: Any, body: Any) -> None:
 
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.ranks(min=2)
-def test_ranks_that_mean_something_else(group: Any) -> None:
-    experts_there.other_meanings(group, LATE.put)
+def test_ranks_that_disagree(group: Any) -> None:
+    experts_there.ranks_that_disagree(group, LATE.put)
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("peers", [False, True])
-def test_a_rank_that_does_not_come(peers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named to the others, and their streams go on."""
+def test_an_absent_rank_is_named(peers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others get its number, and their streams continue."""
     monkeypatch.setattr(LATE, "has_signals", True)
     world = commlib.init()
     runtime = Runtime(Config(timeout=1, device_peers=peers), world.runtime.ranks_on_node)
     comm = Communicator(MpiTransport(world.native.Dup()), runtime, "someone is missing")
     exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     x, gates = LATE.wrap(LATE.put(np.ones((3, 8), np.float32)), "x"), np.ones(3 * EXPERTS, np.float32)
-    passage, rows, came, _ = exchange.dispatch("one", assign(np.ones((3, EXPERTS), bool)), x, gates)
+    passage, rows, received_gates, _ = exchange.dispatch("one", assign(np.ones((3, EXPERTS), bool)), x, gates)
     np.testing.assert_array_equal(fetch(rows), 1)
     if comm.rank != 1:
         with pytest.raises(StallError, match="rank 1"):
-            exchange.combine("one", passage, rows, came)
+            exchange.combine("one", passage, rows, received_gates)
     LATE.synchronise()
     world.barrier()

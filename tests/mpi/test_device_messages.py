@@ -1,6 +1,6 @@
-"""send, recv and send_recv of a device's arrays: on a node through the host's memory, else straight where MPI can.
+"""send, recv and send_recv of a device's arrays: through host memory on a node, else directly where MPI can.
 
-Where the node path is off, ranks of one node send each other messages as if they were on two.
+With the node path off, ranks of one node send each other messages as if they were on two.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pair = pytest.mark.ranks(min=2)
 
 @pytest.fixture(scope="module", params=["node", "pieces", "staged", "direct"])
 def comm(request):
-    """All ranks: on a node, where MPI would take the memory, and as if between nodes, where it does not, and does.
+    """All ranks: on a node, with device memory acceptable to MPI; and as if between nodes, without and with that.
 
     On a node also in pieces of 3 KiB.
     """
@@ -41,7 +41,9 @@ def comm(request):
     settings = Config(timeout=20, node_path=request.param in ("node", "pieces"), staging_kib=pieces)
     runtime = Runtime(settings, world.runtime.ranks_on_node)
     transport = MpiTransport(world.native.Dup(), longest=1 << 16, devices=devices)
-    group = Communicator(transport, runtime, f"messages {request.param}")  # no two of a name: MPICH mixes their letters
+    group = Communicator(
+        transport, runtime, f"messages {request.param}"
+    )  # names are unique: MPICH mixes up messages of equal names
     yield group
     group.close()
 
@@ -73,25 +75,25 @@ def test_all_kinds(comm, dtype, shape):
 
 
 @pair
-def test_the_way_of_a_message(comm):
+def test_messages_take_the_expected_path(comm):
     x, out = LATE.put(np.full(5000, comm.rank + 1.0)), LATE.empty((5000,), "float64")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    found = count(comm, lambda: comm.send_recv(x, right, out, left))
+    counted = count(comm, lambda: comm.send_recv(x, right, out, left))
     pieces = math.ceil(5000 * 8 / (comm.config.staging_kib * 1024)) if comm.config.node_path else 1
     expected = (0, 2 * comm.size) if is_direct(comm, right) else (2 * comm.size * pieces, 0)
-    assert (found.copies, found.messages) == expected
+    assert (counted.copies, counted.messages) == expected
     assert is_direct(comm, right) == (comm.group.transport.accepts("late") and not comm.config.node_path)
 
 
 @pair
-@pytest.mark.parametrize("late", ["sends", "receives"])
-def test_what_one_side_sends_from_the_host_the_other_may_receive_on_a_device(comm, late):
+@pytest.mark.parametrize("device_side", ["sends", "receives"])
+def test_one_side_on_the_host_the_other_on_a_device(comm, device_side):
     x, out = np.arange(5000.0), np.zeros(5000)
 
     def check(first):
         if first:
-            comm.send(LATE.put(x) if late == "sends" else x, 1)
-        elif late == "sends":
+            comm.send(LATE.put(x) if device_side == "sends" else x, 1)
+        elif device_side == "sends":
             assert comm.recv(out, 0) is out
             np.testing.assert_array_equal(out, x)
         else:
@@ -101,8 +103,8 @@ def test_what_one_side_sends_from_the_host_the_other_may_receive_on_a_device(com
 
 
 @pair
-def test_a_piece_moves_while_others_are_still_copied(comm, monkeypatch):
-    """Out of the device one by one, as the device is slow, and into the other one as they come."""
+def test_pieces_are_copied_and_sent_in_parallel(comm, monkeypatch):
+    """They leave the device one by one, as slow as it is, and enter the other one as they arrive."""
     if comm.config.staging_kib > 3:
         pytest.skip("it goes as a whole")
     delay, pieces, moved, copy, send = 0.02, 10, [], LATE.copy, MpiTransport.send
@@ -119,12 +121,12 @@ def test_a_piece_moves_while_others_are_still_copied(comm, monkeypatch):
     def check(first):
         x = np.arange(pieces * 3 * 1024 // 8, dtype=np.float64)
         if first:
-            there = LATE.put(x)
+            on_device = LATE.put(x)
             LATE.synchronise()
             with monkeypatch.context() as patch:
                 patch.setattr(LATE, "delay", delay)
                 patch.setattr(MpiTransport, "send", sending)
-                comm.send(there, 1)
+                comm.send(on_device, 1)
         else:
             out = LATE.empty(x.shape, "float64")
             with monkeypatch.context() as patch:
@@ -137,8 +139,8 @@ def test_a_piece_moves_while_others_are_still_copied(comm, monkeypatch):
 
 
 @pair
-def test_what_leaves_in_pieces_waits_for_nobody(comm, slowly):
-    """Though the thread that has started it waits for something else, which comes after it."""
+def test_a_send_in_pieces_needs_no_wait(comm, slowly):
+    """Even though the thread that started it waits for something else, which comes later."""
 
     def check(first):
         x, answer = np.arange(4000.0), np.zeros(1)
@@ -155,7 +157,7 @@ def test_what_leaves_in_pieces_waits_for_nobody(comm, slowly):
 
 
 @pair
-def test_messages_of_one_tag_keep_their_order_wherever_they_lie(comm, slowly):
+def test_messages_of_one_tag_keep_their_order_in_any_memory(comm, slowly):
     def check(first):
         steps = range(6)
         arrays = [np.full(1 + 100 * step, float(step)) for step in steps]
@@ -174,8 +176,8 @@ def test_messages_of_one_tag_keep_their_order_wherever_they_lie(comm, slowly):
 
 
 @pair
-def test_they_are_in_order_with_the_callers_stream(comm, slowly):
-    """What was queued before fills what is sent, and reads what is received into; what comes later sees the message."""
+def test_messages_follow_the_order_of_the_callers_stream(comm, slowly):
+    """Earlier work fills the sent array and reads the receiving one; later work sees the message."""
 
     def check(first):
         with LATE.using(LATE.stream()):
@@ -195,7 +197,7 @@ def test_they_are_in_order_with_the_callers_stream(comm, slowly):
 
 
 @pair
-def test_another_thread_that_waits_sees_the_message_on_its_stream(comm, slowly):
+def test_a_wait_in_another_thread_orders_that_threads_stream(comm, slowly):
     def check(first):
         if first:
             comm.send(LATE.put(np.arange(300.0)), 1)
@@ -215,7 +217,7 @@ def test_another_thread_that_waits_sees_the_message_on_its_stream(comm, slowly):
 
 
 @pair
-def test_arrays_that_nobody_else_holds_stay_until_they_have_moved(comm):
+def test_unreferenced_arrays_live_until_they_are_transferred(comm):
     def check(first):
         if first:
             work = comm.send_async(LATE.put(np.arange(200_000.0)), 1)
@@ -230,14 +232,14 @@ def test_arrays_that_nobody_else_holds_stay_until_they_have_moved(comm):
 
 
 @pair
-def test_a_message_of_another_length_is_an_error(comm):
+def test_a_message_of_the_wrong_length_is_an_error(comm):
     def check(first):
         if first:
             for length in (100, 300, 40_000):
                 comm.send(LATE.put(np.ones(length)), 1)
             return
         for length in (200, 200, 30_000):
-            guarded = poisoned(np.full(length + 8, 5.0))  # nothing may be written behind
+            guarded = poisoned(np.full(length + 8, 5.0))  # nothing may be written past the end
             out = LATE.at(guarded.ctypes.data, (length,), "float64", guarded)
             with pytest.raises(MismatchError, match=rf"expected {8 * length} bytes"):
                 comm.recv(out, 0)
@@ -247,7 +249,7 @@ def test_a_message_of_another_length_is_an_error(comm):
 
 
 @pair
-def test_a_receive_that_is_late_can_be_waited_for_again(comm):
+def test_a_late_receive_can_be_waited_for_again(comm):
     def check(first):
         if first:
             comm.recv(np.zeros(1), 1, 5)
@@ -270,14 +272,14 @@ def test_an_array_is_not_received_into_itself(comm):
 
 @pair
 @pytest.mark.parametrize("what", ["sent", "received"])
-def test_a_missing_wait_is_seen(comm, monkeypatch, what):
-    """What is sent before it is there arrives as poison; what is received is overwritten by what was queued before."""
+def test_a_missing_wait_is_detected(comm, monkeypatch, what):
+    """An array sent too early arrives as poison; a received one is overwritten by earlier queued work."""
     if not is_direct(comm, 1 - min(comm.rank, 1)):
         pytest.skip("nothing goes by messages of the device's memory")
 
     def check(first):
-        there = np.arange(300.0)
-        x, go = LATE.put(there), np.zeros(1)
+        expected = np.arange(300.0)
+        x, go = LATE.put(expected), np.zeros(1)
         if what == "received":
             LATE.synchronise()
         if first:
@@ -289,7 +291,7 @@ def test_a_missing_wait_is_seen(comm, monkeypatch, what):
             LATE.copy(LATE.wrap(out, "out"), LATE.wrap(LATE.put(np.zeros(300)), "zeros"))
         work = comm.recv_async(out, 0)
         comm.send(go, 0, 5)
-        assert not np.array_equal(work.wait().numpy(), there)
+        assert not np.array_equal(work.wait().numpy(), expected)
 
     monkeypatch.setattr(LATE, "delay", 0.2)
     monkeypatch.setattr("commlib.p2p.lanes.staging.wait_for", lambda event, on_wait: None)
@@ -297,7 +299,7 @@ def test_a_missing_wait_is_seen(comm, monkeypatch, what):
 
 
 @pair
-def test_a_device_that_does_not_come_is_named(comm, monkeypatch):
+def test_a_stuck_device_is_named(comm, monkeypatch):
     class Never:
         def done(self):
             return False
@@ -319,8 +321,8 @@ def test_a_device_that_does_not_come_is_named(comm, monkeypatch):
 
 @pair
 @pytest.mark.parametrize("codec", [None, "bf16"])
-def test_channels_send_a_devices_arrays_and_receive_on_the_host(comm, slowly, codec):
-    """Also while the other side has no room; what was queued before is in them, and what comes later is not."""
+def test_channels_send_device_arrays_and_receive_on_the_host(comm, slowly, codec):
+    """Also while the other side has no room; earlier queued work is in them, and later work is not."""
 
     def check(first):
         with (

@@ -1,4 +1,4 @@
-"""Named operations on arrays of a late device over MPI: what comes out on the host comes out there."""
+"""Named operations on arrays of a late device over MPI: the same results as on the host."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def values(seed: int, shape: tuple[int, ...] = (5, 3), dtype: str = "float32") -
 
 
 def both(start: Any) -> list[list[Any]]:
-    """Return the results of one operation on arrays of the host and of the device, as numpy's."""
+    """Return the results of one operation on host arrays and on device arrays, as numpy arrays."""
     results = []
     for put in (np.copy, LATE.put):
-        got = start(put).wait()
-        arrays = [got[0]] if isinstance(got, tuple) else got
+        returned = start(put).wait()
+        arrays = [returned[0]] if isinstance(returned, tuple) else returned
         assert all(isinstance(x, LateArray if put == LATE.put else np.ndarray) for x in arrays)
-        # There already, whatever the stream of this thread has come to.
-        found = [x.peek() if isinstance(x, LateArray) else x for x in arrays]
-        results.append([*found, *(got[1:] if isinstance(got, tuple) else ())])
+        # Already there, whatever this thread's stream has reached.
+        fetched = [x.peek() if isinstance(x, LateArray) else x for x in arrays]
+        results.append([*fetched, *(returned[1:] if isinstance(returned, tuple) else ())])
     return results
 
 
@@ -73,7 +73,7 @@ def test_allreduce() -> None:
 
 
 def test_movement(no_copies: None) -> None:
-    """By the group's own collectives, where nothing is scaled."""
+    """Through the group's own collectives, where nothing is scaled."""
     rank, size = hvd.rank(), hvd.size()
     assert_both(lambda put: hvd.start_allgather([put(values(rank, (rank, 3))), put(values(rank))]))
     assert_both(lambda put: hvd.start_broadcast([put(values(rank)), put(values(rank, (2,), "int64"))], size - 1))
@@ -84,7 +84,7 @@ def test_movement(no_copies: None) -> None:
     assert_both(lambda put: hvd.start_allgather([put(values(rank, (30_000 * (rank % 2), 2)))]))
 
 
-def test_what_is_scaled() -> None:
+def test_scaled_results() -> None:
     rank = hvd.rank()
     assert_both(lambda put: hvd.start_reducescatter([put(values(rank, (7, 2)))], op=hvd.Sum, prescale_factor=0.5))
 
@@ -94,19 +94,19 @@ def test_compressed(compression: str) -> None:
     tensors = values(hvd.rank(), (40, 50)), values(hvd.rank(), (7,), "float64")
 
     def start(put: Any) -> Any:
-        given = [put(tensor) for tensor in tensors]
+        inputs = [put(tensor) for tensor in tensors]
         name = f"{compression} {put.__name__}"
-        return hvd.start_compressed_allreduce(given, given, name, compression=compression, within_node=True)
+        return hvd.start_compressed_allreduce(inputs, inputs, name, compression=compression, within_node=True)
 
     host, late = both(start)
-    for ours, theirs in zip(late, host, strict=True):  # their names are not the same, so neither are random factors
+    for ours, theirs in zip(late, host, strict=True):  # their names differ, and so do random factors
         if compression == "int8":
             np.testing.assert_array_equal(ours, theirs)
         assert np.isfinite(ours).all() and ours.shape == theirs.shape
 
 
-def test_in_any_order_with_those_of_the_host() -> None:
-    """What the device still has to do is waited for when their turn has come."""
+def test_any_order_together_with_host_operations() -> None:
+    """Pending work of the device is waited for when their turn has come."""
     rank, size = hvd.rank(), hvd.size()
     pending = {}
     for number in range(12)[:: -1 if rank % 2 else 1]:
@@ -115,11 +115,11 @@ def test_in_any_order_with_those_of_the_host() -> None:
         pending[number] = hvd.start_allreduce([array], [array], f"mixed {number}", op=hvd.Sum)
     for number, work in pending.items():
         (result,) = work.wait()
-        got = result.peek() if isinstance(result, LateArray) else result
-        np.testing.assert_array_equal(got, np.full(50, size * number + sum(range(size))))
+        actual = result.peek() if isinstance(result, LateArray) else result
+        np.testing.assert_array_equal(actual, np.full(50, size * number + sum(range(size))))
 
 
-def test_ranks_that_have_joined() -> None:
+def test_joined_ranks() -> None:
     rank, size = hvd.rank(), hvd.size()
     if rank:
         x = LATE.put(np.full(9, rank, np.float32))
@@ -129,25 +129,29 @@ def test_ranks_that_have_joined() -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_on_different_devices_are_told() -> None:
+def test_ranks_on_different_devices_are_an_error() -> None:
     x = np.zeros(3, np.float32)
     array = LATE.put(x) if hvd.rank() else x
     with pytest.raises(MismatchError, match="device is cpu on rank 0 but late on rank"):
         hvd.start_allreduce([array], [array], "somewhere else").wait()
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    late, here = LATE.put(np.zeros(3, np.float32)), np.zeros(3, np.float32)
-    for inputs, outputs in (([late], [here]), ([here], [late]), ([late, here], [late, here])):
+def test_outputs_of_the_wrong_kind_are_refused() -> None:
+    on_device, on_host = LATE.put(np.zeros(3, np.float32)), np.zeros(3, np.float32)
+    for inputs, outputs in (
+        ([on_device], [on_host]),
+        ([on_host], [on_device]),
+        ([on_device, on_host], [on_device, on_host]),
+    ):
         with pytest.raises(UsageError, match="arrays on one device"):
             hvd.start_allreduce(inputs, outputs, "here and there")
     with pytest.raises(UsageError, match="an output has shape"):
-        hvd.start_allreduce([late], [LATE.put(np.zeros(4, np.float32))], "longer")
+        hvd.start_allreduce([on_device], [LATE.put(np.zeros(4, np.float32))], "longer")
     with pytest.raises(UsageError, match="needs floats"):
         hvd.start_allreduce([LATE.put(np.zeros(3, np.int32))], [LATE.put(np.zeros(3, np.int32))], op=hvd.Adasum)
 
 
-def test_a_missing_wait_is_seen(monkeypatch: Any) -> None:
+def test_a_missing_wait_is_detected(monkeypatch: Any) -> None:
     monkeypatch.setattr("commlib.collectives.device.host_staging.wait_for", lambda event, on_wait: None)
     with LATE.careless():
         x = LATE.put(np.ones(9, np.float32))
@@ -155,7 +159,7 @@ def test_a_missing_wait_is_seen(monkeypatch: Any) -> None:
         assert not np.array_equal(result.peek(), np.full(9, hvd.size()))
 
 
-def test_all_reduces_do_not_go_through_the_coordinators_copies(no_copies: None) -> None:
+def test_all_reduces_skip_the_coordinators_copies(no_copies: None) -> None:
     """They are the group's own collectives, if nothing is scaled and no rank has joined."""
     for op, expected in ((hvd.Sum, sum(range(hvd.size()))), (hvd.Max, hvd.size() - 1)):
         arrays = [LATE.put(np.full(count, hvd.rank(), np.float32)) for count in (0, 1, 3000)]
@@ -163,17 +167,17 @@ def test_all_reduces_do_not_go_through_the_coordinators_copies(no_copies: None) 
             np.testing.assert_array_equal(result.peek(), np.full(result.shape, expected))
 
 
-def test_what_other_streams_have_yet_to_do_comes_before(monkeypatch: Any) -> None:
+def test_pending_work_of_other_streams_comes_first(monkeypatch: Any) -> None:
     monkeypatch.setattr(LATE, "delay", 0.01)
     with LATE.using(LATE.stream()):
         x = LATE.put(np.full(500, hvd.rank(), np.float32))
-        there = LATE.wrap(x, "a test")
-    (result,) = hvd.start_allreduce([there], [there], op=hvd.Sum).wait()
-    assert result is there
+        array = LATE.wrap(x, "a test")
+    (result,) = hvd.start_allreduce([array], [array], op=hvd.Sum).wait()
+    assert result is array
     np.testing.assert_array_equal(x.peek(), np.full(500, sum(range(hvd.size()))))
 
 
-def test_a_missing_wait_for_what_stays_there_is_seen(monkeypatch: Any) -> None:
+def test_a_missing_wait_for_resident_data_is_detected(monkeypatch: Any) -> None:
     monkeypatch.setattr("commlib.coordinator.device_execution.wait_for", lambda event, on_wait: None)
     with LATE.careless():
         x = LATE.put(np.ones(9, np.float32))

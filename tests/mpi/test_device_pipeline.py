@@ -1,4 +1,4 @@
-"""Pipelines whose values go from device to device, on the late one, and where only some ranks have stages there."""
+"""Pipelines whose values travel between late devices, also where only some ranks have device stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commlib.pipeline.pipe import Pipe
 from commlib.pipeline.schedule import Link, Schedule, chain, make, table
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
-from tests.bodies.pipelines import ArrayStage, ArraysThere, ArrayTensors, batch_of, expected, random_schedule
+from tests.bodies.pipelines import ArraysOnDevice, ArrayStage, ArrayTensors, batch_of, expected, random_schedule
 from tests.late import LATE
 
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks]
@@ -53,7 +53,7 @@ def train(comm: Any, schedule: Schedule, links: tuple[Link, ...], tensors: Any, 
 def test_every_schedule(group: Any, name: str) -> None:
     schedule = make(name, group.size, 5)
     queued = LATE.queued
-    pipe, _ = train(group, schedule, chain(schedule.stages), ArraysThere(LATE, LATE))
+    pipe, _ = train(group, schedule, chain(schedule.stages), ArraysOnDevice(LATE, LATE))
     assert LATE.queued > queued or group.size == 1
     pipe.forward()
     pipe.close()
@@ -62,14 +62,14 @@ def test_every_schedule(group: Any, name: str) -> None:
 def test_random_schedules(group: Any) -> None:
     for seed in range(8):
         schedule, links = random_schedule(seed, ranks=group.size)
-        train(group, schedule, links, ArraysThere(LATE, LATE))[0].close()
+        train(group, schedule, links, ArraysOnDevice(LATE, LATE))[0].close()
 
 
 def test_long_messages(group: Any) -> None:
     def inputs(microbatch: int) -> Any:
         return np.full((1, 3, 1 << 12, 1 << 17)[microbatch % 4], 1.0 + microbatch)
 
-    pipe, stages = train(group, make("gpipe", group.size, 8), chain(group.size), ArraysThere(LATE, LATE), inputs)
+    pipe, stages = train(group, make("gpipe", group.size, 8), chain(group.size), ArraysOnDevice(LATE, LATE), inputs)
     factor = np.prod([stage + 2.0 for stage in range(group.size)])
     for number, stage in stages.items():
         assert stage.gradient == 2 * sum(3 * factor / (number + 2.0) * float(inputs(m).sum()) for m in range(8))
@@ -77,9 +77,9 @@ def test_long_messages(group: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_on_the_host_among_others(group: Any) -> None:
-    """What goes to it, and comes from it, goes by the host; all else goes between the devices."""
-    tensors = ArrayTensors() if group.rank == 0 else ArraysThere(LATE, LATE)
+def test_one_rank_on_the_host_among_others(group: Any) -> None:
+    """Its values travel through the host, in both directions; all others go from device to device."""
+    tensors = ArrayTensors() if group.rank == 0 else ArraysOnDevice(LATE, LATE)
     schedule = make("1f1b", group.size, 4)
     pipe, _ = train(group, schedule, chain(group.size), tensors)
     pipe.close()
@@ -87,13 +87,13 @@ def test_a_rank_on_the_host_among_others(group: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_encoded(group: Any) -> None:
-    """bfloat16 holds these values exactly, if they are small."""
+    """bfloat16 represents these values exactly, if they are small."""
 
     def inputs(microbatch: int) -> Any:
         return np.full(6, 1.0 + microbatch, np.float32)
 
     schedule = make("1f1b", group.size, 4)
-    pipe, stages = train(group, schedule, chain(group.size), ArraysThere(LATE, LATE), inputs, codec="bf16")
+    pipe, stages = train(group, schedule, chain(group.size), ArraysOnDevice(LATE, LATE), inputs, codec="bf16")
     factor = np.prod([stage + 2.0 for stage in range(group.size)])
     if group.size - 1 in stages and group.size < 4:
         assert stages[group.size - 1].losses == {m: 3 * factor * float(inputs(m).sum()) for m in range(4)}
@@ -101,7 +101,7 @@ def test_encoded(group: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_stage_that_fails_is_told(group: Any) -> None:
+def test_a_failed_stage_is_reported(group: Any) -> None:
     def before(action: Any) -> None:
         if action.microbatch == 2 and part.rank == last:
             raise ZeroDivisionError("no rows")
@@ -110,7 +110,7 @@ def test_a_stage_that_fails_is_told(group: Any) -> None:
     links = chain(group.size)
     last = group.size - 1
     stage = ArrayStage(part.rank, links, batch_of, before=before)
-    pipe = Pipe(part, make("gpipe", group.size, 4), links, {part.rank: stage}, ArraysThere(LATE, LATE))
+    pipe = Pipe(part, make("gpipe", group.size, 4), links, {part.rank: stage}, ArraysOnDevice(LATE, LATE))
     with pytest.raises((ZeroDivisionError, PeerError)) as caught:
         pipe.train()
     if part.rank == last - 1:
@@ -119,7 +119,7 @@ def test_a_stage_that_fails_is_told(group: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_what_the_channels_are(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_channels_are_used(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     channel = Communicator.channel
 
@@ -128,7 +128,7 @@ def test_what_the_channels_are(group: Any, monkeypatch: pytest.MonkeyPatch) -> N
         return opened[-1]
 
     monkeypatch.setattr(Communicator, "channel", noted)
-    pipe, _ = train(group, make("1f1b", group.size, 4), chain(group.size), ArraysThere(LATE, LATE))
+    pipe, _ = train(group, make("1f1b", group.size, 4), chain(group.size), ArraysOnDevice(LATE, LATE))
     assert opened and all(isinstance(one, DeviceChannel) for one in opened)
     assert {one.is_direct for one in opened} == {group.name.endswith("peers")}
     pipe.close()

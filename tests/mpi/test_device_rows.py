@@ -1,4 +1,4 @@
-"""all_gather_v of a device's arrays: between the devices of a node, through the host, by messages of their memory."""
+"""all_gather_v of a device's arrays: between the devices of a node, through the host, by messages of device memory."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ pytestmark = pytest.mark.usefixtures("no_races")
 
 @pytest.fixture(scope="module", params=["staged", "direct", "peers", "between"])
 def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    """All ranks; between: memory of the host is what their devices have in common."""
+    """All ranks; "between" uses host memory that all their devices address."""
     world, way = commlib.init(), request.param
     settings = Config(
         timeout=20, device_slot_kib=64, device_peers=way in ("peers", "between"), device_ipc=way == "peers"
     )
     transport = MpiTransport(world.native.Dup(), devices={"late"} if way == "direct" else set())
-    made = Communicator(transport, Runtime(settings, world.runtime.ranks_on_node), f"rows {way}")
+    created = Communicator(transport, Runtime(settings, world.runtime.ranks_on_node), f"rows {way}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LATE, "has_signals", True)
-        yield made
-        made.close()
+        yield created
+        created.close()
 
 
-def goes_between(comm: Communicator) -> bool:
+def uses_device_memory(comm: Communicator) -> bool:
     return comm.size > 1 and comm.name.removeprefix("rows ") in ("peers", "between")
 
 
 @pytest.mark.parametrize("dtype", ["float32", *(pytest.param(d, marks=pytest.mark.long) for d in ("bfloat16", "bool"))])
 @pytest.mark.parametrize("lengths", ["none", "one", "few", "many", "unlike"])
 def test_any_lengths(comm: Any, dtype: str, lengths: str) -> None:
-    """Also none at all, or of one rank alone, and more than a slot has room for."""
+    """Also none at all, or of one rank only, and more than a slot can hold."""
     counts = {
         "none": [0] * comm.size,
         "one": [0] * (comm.size - 1) + [3],
@@ -51,19 +51,19 @@ def test_any_lengths(comm: Any, dtype: str, lengths: str) -> None:
         "many": [20_000 + 7 * rank for rank in range(comm.size)],
         "unlike": [90_001 if rank == 0 else rank % 2 for rank in range(comm.size)],
     }[lengths]
-    for there in (OnDevice(comm), OnDevice(checks.Twins(comm))):
-        checks.all_gather_v(there, dtype, counts, (3,) if lengths != "many" else ())
+    for caller in (OnDevice(comm), OnDevice(checks.Twins(comm))):
+        checks.all_gather_v(caller, dtype, counts, (3,) if lengths != "many" else ())
 
 
-def test_no_copies_by_the_host(comm: Any) -> None:
+def test_the_host_copies_nothing(comm: Any) -> None:
     x = LATE.put(np.full((5000 + comm.rank, 2), comm.rank, np.float32))
-    found = count(comm, lambda: comm.all_gather_v(x))
-    if goes_between(comm):
-        assert found.copies == found.messages == 0
+    counted = count(comm, lambda: comm.all_gather_v(x))
+    if uses_device_memory(comm):
+        assert counted.copies == counted.messages == 0
 
 
 def test_symmetric_memory(comm: Any) -> None:
-    """Parts of it, at the same place on all ranks: nobody copies them to a slot."""
+    """Parts of it at the same place on all ranks are not copied to a slot."""
     whole = comm.empty((comm.size * 30_000,), "float32", device=LATE)
     own = whole[: 20_000 + 100 * comm.rank]
     LATE.kernels.fill(LATE.wrap(own, "own"), comm.rank + 1)
@@ -73,14 +73,14 @@ def test_symmetric_memory(comm: Any) -> None:
     np.testing.assert_array_equal(gathered.numpy(), expected)
 
 
-def test_it_is_in_order_with_the_callers_stream(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_follows_the_order_of_the_callers_stream(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LATE, "delay", 0.02)
     lengths = [3 + rank for rank in range(comm.size)]
     with LATE.using(LATE.stream()):
         for step in range(3):
             x = LATE.put(np.full(lengths[comm.rank], 10 * step + comm.rank, np.int32))
             gathered = comm.all_gather_v(x)
-            del x  # its memory is another one's as soon as this stream comes to that
+            del x  # its memory is reused as soon as this stream gets there
             expected = np.repeat([10 * step + rank for rank in range(comm.size)], lengths)
             np.testing.assert_array_equal(gathered.numpy(), expected)
 

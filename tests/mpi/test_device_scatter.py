@@ -1,4 +1,4 @@
-"""scatter of a device's arrays: the ranks other than the root hear of them within the call only."""
+"""scatter of a device's arrays: ranks other than the root learn of them only within the call."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ways = pytest.mark.parametrize("way", ["blocking", "async", "plan", "started pla
 
 @pytest.fixture(scope="module", params=["staged", "direct", "peers", "between"])
 def comm(request):
-    """All ranks. It goes through the host, by messages of the device's memory, and between the devices of a node.
+    """All ranks, through the host, by messages of device memory, and between the devices of a node.
 
-    These read each other's memory, or memory of the host lies between them.
+    The latter read each other's memory, or share host memory.
     """
     world, way = commlib.init(), request.param
     settings = Config(
@@ -31,11 +31,11 @@ def comm(request):
     )
     devices = {"late"} if way == "direct" else set()
     transport = MpiTransport(world.native.Dup(), longest=1 << 16, devices=devices)
-    made = Communicator(transport, Runtime(settings, world.runtime.ranks_on_node), f"scatter {way}")
+    created = Communicator(transport, Runtime(settings, world.runtime.ranks_on_node), f"scatter {way}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LATE, "has_signals", True)
-        yield made
-        made.close()
+        yield created
+        created.close()
 
 
 def scattered(comm, way, x, **options):
@@ -48,7 +48,7 @@ def scattered(comm, way, x, **options):
 
 
 def parts(comm, count, first=0.0):
-    """Return the root's array, None elsewhere, and what this rank must get."""
+    """Return the root's array (None elsewhere) and this rank's expected part."""
     whole = first + np.arange(float(comm.size * count))
     part = whole[comm.rank * count : (comm.rank + 1) * count]
     return (LATE.put(whole) if comm.rank == 0 else None), part
@@ -64,22 +64,22 @@ def test_every_root(comm, dtype, part):
 @ways
 def test_every_way_to_call_it(comm, way):
     x, part = parts(comm, 700)
-    made = scattered(comm, way, x)
-    assert isinstance(made, LateArray)
-    np.testing.assert_array_equal(made.numpy(), part)
+    result = scattered(comm, way, x)
+    assert isinstance(result, LateArray)
+    np.testing.assert_array_equal(result.numpy(), part)
     out = LATE.empty((700,), "float64")
     assert scattered(comm, way, x, out=out) is out
     np.testing.assert_array_equal(out.numpy(), part)
 
 
 @ways
-@pytest.mark.parametrize("gives_out", [False, True])
-def test_it_is_in_order_with_the_callers_stream(comm, monkeypatch, way, gives_out):
-    """What was queued before has filled the root's array and used the others'; what comes later sees the part."""
+@pytest.mark.parametrize("passes_out", [False, True])
+def test_it_follows_the_order_of_the_callers_stream(comm, monkeypatch, way, passes_out):
+    """Earlier work has filled the root's array and used the others'; later work sees the part."""
     monkeypatch.setattr(LATE, "delay", 0.03)
     with LATE.using(LATE.stream()):
         x, part = parts(comm, 300)
-        out = LATE.put(np.full(300, -1.0)) if gives_out else None
+        out = LATE.put(np.full(300, -1.0)) if passes_out else None
         used = None if out is None else LATE.wrap(out, "out").copy().owner
         later = LATE.wrap(scattered(comm, way, x, out=out), "x").copy().owner
         np.testing.assert_array_equal(later.numpy(), part)
@@ -88,21 +88,21 @@ def test_it_is_in_order_with_the_callers_stream(comm, monkeypatch, way, gives_ou
 
 
 @ways
-def test_the_memory_of_a_result_is_that_of_the_callers_stream(comm, monkeypatch, way):
-    """Given up while work was queued that reads it, it was used for something else: it was another stream's."""
+def test_a_results_memory_belongs_to_the_callers_stream(comm, monkeypatch, way):
+    """Freed while queued work still read it, it was reused for something else: it belonged to another stream."""
     monkeypatch.setattr(LATE, "delay", 0.05)
     with LATE.using(LATE.stream()):
         x, part = parts(comm, 300)
-        made = scattered(comm, way, x)
-        kept = LATE.empty((300,), "float64")
-        LATE.copy(LATE.wrap(kept, "kept"), LATE.wrap(made, "made"))
-        del made
-        again = scattered(comm, way, x)
-        np.testing.assert_array_equal(kept.numpy(), part)
-        np.testing.assert_array_equal(again.numpy(), part)
+        result = scattered(comm, way, x)
+        copy = LATE.empty((300,), "float64")
+        LATE.copy(LATE.wrap(copy, "kept"), LATE.wrap(result, "made"))
+        del result
+        next_result = scattered(comm, way, x)
+        np.testing.assert_array_equal(copy.numpy(), part)
+        np.testing.assert_array_equal(next_result.numpy(), part)
 
 
-def test_a_part_of_the_roots_own_array_may_be_the_result(comm):
+def test_the_result_may_be_a_part_of_the_roots_array(comm):
     x, part = parts(comm, 300)
     out = LATE.empty((300,), "float64") if x is None else x[100:400] if comm.size > 1 else x[:300]
     assert comm.scatter(x, out=out) is out
@@ -111,7 +111,7 @@ def test_a_part_of_the_roots_own_array_may_be_the_result(comm):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("bad", ["root", "another rank"])
-def test_an_error_of_one_rank_is_no_error_of_the_others(comm, bad):
+def test_an_error_on_one_rank_does_not_fail_the_others(comm, bad):
     x, part = parts(comm, 300)
     is_bad = (comm.rank == 0) == (bad == "root")
     for wrong in (np.empty(300), LATE.empty((299,), "float64")):
@@ -125,7 +125,7 @@ def test_an_error_of_one_rank_is_no_error_of_the_others(comm, bad):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("when", ["never", "too late"])
-def test_a_rank_without_the_device_is_told(comm, monkeypatch, when):
+def test_a_rank_without_the_device_gets_an_error(comm, monkeypatch, when):
     x, part = parts(comm, 300)
     last = comm.rank == comm.size - 1
     if last and when == "never":
@@ -140,17 +140,17 @@ def test_a_rank_without_the_device_is_told(comm, monkeypatch, when):
         np.testing.assert_array_equal(comm.scatter(x).numpy(), part)
 
 
-def test_host_arrays_go_on_as_they_were(comm):
+def test_host_arrays_work_as_before(comm):
     checks.scatter(comm, "float32", (5, 3), root=comm.size - 1)
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("algorithm", ["auto", "node"])
-def test_its_way(comm, algorithm):
-    """Between devices nothing goes by the host, nor by messages of their memory."""
+def test_it_takes_the_expected_path(comm, algorithm):
+    """Between devices nothing goes through the host, or by messages of device memory."""
     x, _ = parts(comm, 30_000)
     comm.scatter(x, algorithm=algorithm)
-    found = count(comm, lambda: comm.scatter(x, algorithm=algorithm))
+    counted = count(comm, lambda: comm.scatter(x, algorithm=algorithm))
     between = comm.group.config.device_peers
-    assert (found.copies > 0) == (not between and (algorithm == "node" or not comm.group.transport.accepts("late")))
-    assert (found.messages > 0) == (not between and found.copies == 0)
+    assert (counted.copies > 0) == (not between and (algorithm == "node" or not comm.group.transport.accepts("late")))
+    assert (counted.messages > 0) == (not between and counted.copies == 0)

@@ -1,6 +1,6 @@
 """Every verb over MPI on arrays of a late device: the same bodies as for the host.
 
-Each runs through host memory, and by messages that MPI takes from the device's memory and puts there.
+Each runs through host memory, and by messages that MPI reads from and writes to device memory.
 """
 
 from __future__ import annotations
@@ -37,52 +37,52 @@ def comm(both_ways):
 
 @pytest.mark.parametrize("dtype, op", PAIRS)
 def test_reductions(comm, dtype, op):
-    there = OnDevice(comm)
+    on_device = OnDevice(comm)
     for shape in SHAPES:
-        checks.all_reduce(there, dtype, shape, op)
-        checks.reduce(there, dtype, shape, op, root=comm.size - 1)
-    checks.reduce_scatter(there, dtype, (7, 3), op)
+        checks.all_reduce(on_device, dtype, shape, op)
+        checks.reduce(on_device, dtype, shape, op, root=comm.size - 1)
+    checks.reduce_scatter(on_device, dtype, (7, 3), op)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[::3])
 def test_movement(comm, dtype):
-    there, size = OnDevice(comm), comm.size
+    on_device, size = OnDevice(comm), comm.size
     for shape in SHAPES:
-        checks.broadcast(there, dtype, shape, root=size - 1)
-        checks.all_gather(there, dtype, shape)
-        checks.gather(there, dtype, shape, root=size - 1)
-        checks.send_recv(there, dtype, shape)
-        checks.send_and_recv(there, dtype, shape, tag=7)
-    checks.scatter(there, dtype, (4, 3), root=size - 1)
-    checks.all_to_all(there, dtype, (4, 3))
-    checks.all_gather_v(there, dtype, list(range(size)), (2,))
-    checks.all_to_all_v(there, dtype, [[(a * b + 1) % 4 for b in range(size)] for a in range(size)], (2,))
+        checks.broadcast(on_device, dtype, shape, root=size - 1)
+        checks.all_gather(on_device, dtype, shape)
+        checks.gather(on_device, dtype, shape, root=size - 1)
+        checks.send_recv(on_device, dtype, shape)
+        checks.send_and_recv(on_device, dtype, shape, tag=7)
+    checks.scatter(on_device, dtype, (4, 3), root=size - 1)
+    checks.all_to_all(on_device, dtype, (4, 3))
+    checks.all_gather_v(on_device, dtype, list(range(size)), (2,))
+    checks.all_to_all_v(on_device, dtype, [[(a * b + 1) % 4 for b in range(size)] for a in range(size)], (2,))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "native"])
 def test_large_arrays_in_pieces(comm, algorithm):
-    there = OnDevice(comm)
-    checks.all_reduce(there, "float32", (1_000_001,), "sum", algorithm)
-    checks.broadcast(there, "float32", (1_000_001,), root=comm.size - 1)
+    on_device = OnDevice(comm)
+    checks.all_reduce(on_device, "float32", (1_000_001,), "sum", algorithm)
+    checks.broadcast(on_device, "float32", (1_000_001,), root=comm.size - 1)
 
 
 @pytest.mark.parametrize("dtype, op", REDUCIBLE[::3])
 def test_native(comm, dtype, op):
-    """MPI's own all-reduce; what that cannot do is refused, as on the host."""
-    there = OnDevice(comm)
+    """MPI's own all-reduce; what it cannot do is refused, as on the host."""
+    on_device = OnDevice(comm)
     try:
         comm.all_reduce(np.zeros(3, NUMPY[dtype]), op, algorithm="native")
     except UsageError as error:
         with pytest.raises(UsageError, match=re.escape(str(error))):
-            there.all_reduce(np.zeros(3, NUMPY[dtype]), op, algorithm="native")
+            on_device.all_reduce(np.zeros(3, NUMPY[dtype]), op, algorithm="native")
         return
     for shape in SHAPES:
-        checks.all_reduce(there, dtype, shape, op, "native")
+        checks.all_reduce(on_device, dtype, shape, op, "native")
 
 
 @pytest.mark.ranks(min=2)
 def test_native_waits_for_the_device(comm, monkeypatch):
-    """What it reads is there; on every rank a result is wrong if it does not wait."""
+    """Its input is ready; without the wait, every rank gets a wrong result."""
     if not is_direct(comm):
         pytest.skip("through host memory it is that of the host")
     monkeypatch.setattr(LATE, "delay", 0.05)
@@ -133,7 +133,7 @@ def test_symmetric_memory(comm):
     np.testing.assert_array_equal(x.numpy(), np.full(1000, comm.size * (comm.size + 1) / 2))
 
 
-def test_groups_that_are_split_take_the_same_devices(comm):
+def test_split_groups_accept_the_same_devices(comm):
     accepts, transport = is_direct(comm), comm.group.transport
     assert not transport.accepts("cuda")
     half = comm.split(comm.rank % 2)
@@ -145,7 +145,7 @@ def test_groups_that_are_split_take_the_same_devices(comm):
     half.close()
 
 
-def test_memory_that_was_not_said_to_be_taken_is_not(comm):
+def test_mpi_gets_device_memory_only_where_declared(comm):
     x = as_contiguous(LATE.put(np.zeros(8, np.uint8)), "test")
     plain = MpiTransport(comm.native.Dup())
     with pytest.raises(TransportError, match="memory of late, which this transport does not accept"):
@@ -154,8 +154,8 @@ def test_memory_that_was_not_said_to_be_taken_is_not(comm):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_message_that_does_not_wait_for_the_device_is_seen(comm, monkeypatch):
-    """On every rank: what it gets was not there when another one sent it."""
+def test_a_message_without_a_wait_for_the_device_is_detected(comm, monkeypatch):
+    """On every rank: the received data was not ready when another rank sent it."""
     if not is_direct(comm):
         pytest.skip("nothing goes by messages of the device's memory")
     monkeypatch.setattr(LATE, "delay", 0.02)

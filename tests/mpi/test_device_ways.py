@@ -1,4 +1,4 @@
-"""Verbs send a device's own memory where MPI takes that, or copy it to the host: a table, as measured."""
+"""Paths of device arrays: a table, as measured, of the verbs that pass device memory to MPI or copy it to the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.late import LATE
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.any_ranks]
 
-COUNT = 6000  # bytes go by messages of their own, not with what describes them
+COUNT = 6000  # bytes go by messages of their own, separate from their description
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +46,22 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("verb", CALLS)
-def test_the_way_of_a_verb(comm, verb):
+def test_each_verb_takes_the_expected_path(comm, verb):
     x = everyone(comm)
-    found = count(comm, lambda: CALLS[verb](comm, x))
+    counted = count(comm, lambda: CALLS[verb](comm, x))
     if comm.group.transport.accepts("late"):
-        assert found.copies == 0
-        assert (found.native if verb == "native" else found.messages) > 0 or comm.size == 1
+        assert counted.copies == 0
+        assert (counted.native if verb == "native" else counted.messages) > 0 or comm.size == 1
     else:
-        assert found.copies > 0 or comm.size == 1
-        assert found.messages == found.native == 0
+        assert counted.copies > 0 or comm.size == 1
+        assert counted.messages == counted.native == 0
 
 
 @pytest.mark.ranks(min=2)
 def test_the_memory_of_a_node_is_the_hosts(comm):
-    """What asks for it by name goes through there."""
+    """An algorithm requested by name goes through it."""
     x = everyone(comm)
     for call in (lambda: comm.all_reduce(x, algorithm="node"), lambda: comm.scatter(x, algorithm="node")):
-        found = count(comm, call)
-        assert found.copies > 0
-        assert found.messages == 0
+        counted = count(comm, call)
+        assert counted.copies > 0
+        assert counted.messages == 0

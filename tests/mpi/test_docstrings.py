@@ -1,4 +1,4 @@
-"""Examples in the docstrings of the core are true: doctest runs them on two ranks."""
+"""Examples in the core's docstrings: doctest runs them on two ranks."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def test_the_verbs_have_examples() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example(comm: Any, name: str) -> None:
-    test, said = EXAMPLES[name], io.StringIO()
+def test_an_example_runs(comm: Any, name: str) -> None:
+    test, output = EXAMPLES[name], io.StringIO()
     test.globs = {"comm": comm, "commlib": commlib, "metrics": metrics, "np": np}
     results = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
-        test, out=said.write, clear_globs=False
+        test, out=output.write, clear_globs=False
     )
-    assert results.failed == 0, said.getvalue()
+    assert results.failed == 0, output.getvalue()
 
 
-def test_an_example_that_is_wrong_is_found(comm: Any) -> None:
+def test_a_wrong_example_is_detected(comm: Any) -> None:
     wrong = doctest.DocTestParser().get_doctest(">>> comm.size\n3\n", {"comm": comm}, "wrong", None, 0)
     assert doctest.DocTestRunner().run(wrong, out=lambda text: None).failed == 1

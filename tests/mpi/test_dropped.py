@@ -1,4 +1,4 @@
-"""Groups that nobody uses any more: nothing of them is heard in later ones."""
+"""Dropped groups: none of their messages reaches a later group."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks]
 
 
-def test_last_words_of_a_failed_group_are_not_heard_in_a_later_one(comm):
-    """MPICH gives a new communicator the place of one that was freed, and with it the messages that nobody took."""
+def test_farewells_of_a_failed_group_do_not_reach_a_later_one(comm):
+    """MPICH gives a new communicator the number of a freed one, and with it the messages that nobody received."""
     for _ in range(3):
         group = comm.split(0)
         if comm.rank == 0:
@@ -22,5 +22,5 @@ def test_last_words_of_a_failed_group_are_not_heard_in_a_later_one(comm):
         comm.barrier()
     group = comm.split(0)
     if comm.rank == 0:
-        time.sleep(2.5)  # the others listen once their wait is long
+        time.sleep(2.5)  # the others poll once their wait is long
     assert (group.all_reduce(np.ones(5)) == comm.size).all()

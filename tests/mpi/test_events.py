@@ -1,4 +1,4 @@
-"""Operations write to the recorder under MPI: collectives of every kind, messages, and named operations."""
+"""Events that operations record under MPI: collectives of every kind, messages, and named operations."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def recorded_calls(comm: Any) -> None:
         commlib.start_recording(10_000)
         call()
         commlib.stop_recording()
-        seen = commlib.recorded()
-        check_one_call(comm, seen, verb, way, number)
+        events = commlib.recorded()
+        check_one_call(comm, events, verb, way, number)
         assert comm.stats()[verb].calls == 1 == commlib.statistics()[comm.group.name, verb].calls
         call()
-        assert commlib.recorded() == seen
+        assert commlib.recorded() == events
 
 
 def test_every_verb_in_every_way(comm: Any) -> None:
@@ -66,7 +66,7 @@ def test_every_verb_by_messages(comm: Any) -> None:
     group.close()
 
 
-def test_all_ranks_give_calls_the_same_numbers(comm: Any) -> None:
+def test_all_ranks_number_calls_alike(comm: Any) -> None:
     commlib.start_recording()
     for _ in range(3):
         comm.barrier()
@@ -86,12 +86,12 @@ def test_messages(comm: Any) -> None:
     elif comm.rank == 1:
         comm.recv_async(np.ones(3), 0, 5).wait()
     commlib.stop_recording()
-    found = [(record.verb, record.nbytes, seen) for record, seen in phases(commlib.recorded()).items()]
-    assert found == [("send" if comm.rank == 0 else "recv", 24, [Phase.RUN, Phase.END])] * (comm.rank < 2)
+    operations = [(record.verb, record.nbytes, seen) for record, seen in phases(commlib.recorded()).items()]
+    assert operations == [("send" if comm.rank == 0 else "recv", 24, [Phase.RUN, Phase.END])] * (comm.rank < 2)
 
 
 @pair
-def test_an_error_is_in_the_last_event(comm: Any) -> None:
+def test_the_last_event_holds_the_error(comm: Any) -> None:
     commlib.start_recording()
     with pytest.raises(MismatchError):
         comm.all_reduce(np.ones(3 + comm.rank))
@@ -117,25 +117,25 @@ def test_named_operations(comm: Any) -> None:
         with pytest.raises(MismatchError):
             named(comm, "bad", np.ones(2 + comm.rank)).wait()
     commlib.stop_recording()
-    found = {record.name: (record, seen) for record, seen in phases(commlib.recorded()).items() if record.name}
-    assert {name for name in found if "grad" in name} == {f"grad{number}" for number in range(4)}
+    operations = {record.name: (record, seen) for record, seen in phases(commlib.recorded()).items() if record.name}
+    assert {name for name in operations if "grad" in name} == {f"grad{number}" for number in range(4)}
     for number in range(4):
-        record, seen = found[f"grad{number}"]
+        record, seen = operations[f"grad{number}"]
         assert (record.group, record.verb, record.nbytes) == ("process set 0", "allreduce", 8 * (number + 1))
-        rounds = [Phase.ROUND] * (3 if Phase.ROUND in seen else 0)  # packed, reduced and unpacked with others
+        rounds = [Phase.ROUND] * (3 if Phase.ROUND in seen else 0)  # packed, reduced and unpacked together with others
         assert seen == [Phase.QUEUED, Phase.RUN, *rounds, Phase.END] and record.sequence
-    numbers = [(name, record.sequence) for name, (record, _) in sorted(found.items())]
+    numbers = [(name, record.sequence) for name, (record, _) in sorted(operations.items())]
     assert comm.all_gather_object(numbers) == [numbers] * comm.size
     assert len({number for _, number in numbers if number}) == 5
     if comm.size > 1:
-        record, seen = found["bad"]
+        record, seen = operations["bad"]
         assert seen == [Phase.QUEUED, Phase.END] and record.error.startswith("MismatchError: ")
     counts = commlib.statistics()
     assert counts["process set 0", "allreduce"].calls == 4 + (comm.size > 1)
     assert counts["process set 0", "barrier"].calls == 1
 
 
-def test_a_trace_has_rows_for_groups_and_for_names(comm: Any, tmp_path: Any) -> None:
+def test_a_trace_has_rows_for_groups_and_names(comm: Any, tmp_path: Any) -> None:
     hvd.init()
     path = tmp_path / f"trace{comm.rank}.json"
     hvd.start_timeline(str(tmp_path / "trace{rank}.json"))
@@ -144,7 +144,7 @@ def test_a_trace_has_rows_for_groups_and_for_names(comm: Any, tmp_path: Any) -> 
     if comm.rank == 0:
         with pytest.raises(UsageError, match="being written already"):
             commlib.timeline(str(tmp_path / "other.json"))
-    assert not hasattr(commlib, "start_timeline")  # one way in commlib's words, and Horovod's API in hvd
+    assert not hasattr(commlib, "start_timeline")  # once in commlib's words, once in those of Horovod's API in hvd
     comm.all_reduce(np.ones(3))
     comm.all_gather_async(np.ones(30)).wait()
     named(comm, "traced", np.ones(3)).wait()

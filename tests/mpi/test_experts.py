@@ -1,4 +1,4 @@
-"""Tokens to experts and back over real ranks, and several hosts where tests/multihost runs this."""
+"""Tokens to experts and back over real ranks, and over several hosts where tests/multihost runs this."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LOSS = {None: 0.0, "bf16": 2**-8, "fp8": 2**-3}
 
 
 def tables(comm: Communicator, step: int, rows: int = 40) -> list[Any]:
-    """Which tokens go to which experts, on each rank: other numbers of tokens, sometimes none."""
+    """Return which tokens go to which experts, on each rank: varying numbers of tokens, sometimes none."""
     draw = np.random.default_rng(step)
     return [draw.random((rows * ((rank + step) % 3), EXPERTS)) < 0.3 for rank in range(comm.size)]
 
 
 @pytest.mark.parametrize("codec", [None, "bf16", "fp8"])
 def test_there_and_back(comm: Communicator, codec: str | None) -> None:
-    """Between nodes rows may travel encoded; within a node, and gates, as they are."""
+    """Between nodes rows may travel encoded; within a node, and gates anywhere, they travel as they are."""
     placement = ExpertPlacement.even(EXPERTS, comm.size)
     exchange = dispatcher_over(ParallelAxis(comm), placement, None if codec is None else codec_of(codec))
     loss = 0.0 if comm.one_node else LOSS[codec]
@@ -43,29 +43,31 @@ def test_there_and_back(comm: Communicator, codec: str | None) -> None:
         xs = [draw.normal(size=(len(table), WIDTH)).astype(np.float32) for table in chosen]
         table, x = chosen[comm.rank], xs[comm.rank]
         gates = np.random.default_rng(step + comm.rank).random(int(table.sum())).astype(np.float32)
-        passage, rows, came, counts = exchange.dispatch("one", assign(table), x, gates)
-        wanted = [sum(int(each[:, expert].sum()) for each in chosen) for expert in placement.of_rank(comm.rank)]
-        assert counts.tolist() == wanted
+        passage, rows, received_gates, counts = exchange.dispatch("one", assign(table), x, gates)
+        expected_counts = [
+            sum(int(each[:, expert].sum()) for each in chosen) for expert in placement.of_rank(comm.rank)
+        ]
+        assert counts.tolist() == expected_counts
         expected = expected_rows(chosen, xs, placement, comm.rank, None)
-        # Their order within an expert is that of the way that was chosen.
+        # Their order within an expert depends on the chosen path.
         first = 0
-        for count in wanted:
-            got, own = (np.sort(each[first : first + count], 0) for each in (rows, expected))
-            np.testing.assert_allclose(got, own, atol=loss * 5, rtol=0)
+        for count in expected_counts:
+            actual, own = (np.sort(each[first : first + count], 0) for each in (rows, expected))
+            np.testing.assert_allclose(actual, own, atol=loss * 5, rtol=0)
             first += count
-        sums = exchange.combine("one", passage, rows, came)
+        sums = exchange.combine("one", passage, rows, received_gates)
         weights = np.zeros(table.shape)
         weights.T[table.T] = gates
         np.testing.assert_allclose(sums, x * weights.sum(1)[:, None], atol=1e-5 + 40 * loss, rtol=0)
-        again = exchange.combine_back("one", passage, x)
-        sums, numbers = exchange.dispatch_back("one", passage, again, came)
+        gradients = exchange.combine_back("one", passage, x)
+        sums, numbers = exchange.dispatch_back("one", passage, gradients, received_gates)
         np.testing.assert_array_equal(numbers, gates)
         np.testing.assert_allclose(sums, x * table.sum(1)[:, None], atol=1e-5 + 40 * loss, rtol=0)
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_mean_different_layers(comm: Communicator) -> None:
-    """All raise, and say which; the next exchange goes well."""
+def test_ranks_that_use_different_layers(comm: Communicator) -> None:
+    """All raise, and name both; the next exchange succeeds."""
     if comm.is_hierarchical:
         pytest.skip("partners on other nodes and ranks of a node find that out one after another")
     exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
@@ -77,34 +79,34 @@ def test_ranks_that_mean_different_layers(comm: Communicator) -> None:
         exchange.dispatch(name, assign(table), x, gates)
     with pytest.raises(MismatchError, match="float"):
         exchange.dispatch("third", assign(table), x.astype([np.float32, np.float64][comm.rank == 1]), gates)
-    passage, rows, came, _ = exchange.dispatch("fourth", assign(table), x, gates)
-    np.testing.assert_array_equal(exchange.combine("fourth", passage, rows, came), EXPERTS * x)
+    passage, rows, received_gates, _ = exchange.dispatch("fourth", assign(table), x, gates)
+    np.testing.assert_array_equal(exchange.combine("fourth", passage, rows, received_gates), EXPERTS * x)
 
 
 @pytest.mark.ranks(min=2)
-def test_rows_are_nobody_elses(comm: Communicator) -> None:
-    """What came stays as it is while later exchanges run, however late it is let go."""
+def test_received_rows_are_not_overwritten(comm: Communicator) -> None:
+    """They stay intact while later exchanges run, however late they are released."""
     if not comm.group.shares_memory:
         pytest.skip("by messages each array is its own")
     comm = comm.split(0)  # type: ignore[assignment]
     exchange = SharedMemoryDispatcher(comm, ExpertPlacement.even(EXPERTS, comm.size))
-    held: list[Any] = []
+    received: list[Any] = []
     for step in range(12):
         chosen = tables(comm, step)
         xs = [np.full((len(table), WIDTH), 100 * step + rank, np.float32) for rank, table in enumerate(chosen)]
         gates = np.ones(int(chosen[comm.rank].sum()), np.float32)
-        passage, rows, came, _ = exchange.dispatch("one", assign(chosen[comm.rank]), xs[comm.rank], gates)
-        held.append((rows, expected_rows(chosen, xs, exchange.placement, comm.rank, None)))
-        exchange.combine("one", passage, rows, came)
+        passage, rows, received_gates, _ = exchange.dispatch("one", assign(chosen[comm.rank]), xs[comm.rank], gates)
+        received.append((rows, expected_rows(chosen, xs, exchange.placement, comm.rank, None)))
+        exchange.combine("one", passage, rows, received_gates)
         rows[:] += 0  # it may be written
-        del rows, came
+        del rows, received_gates
         if step % 3 == comm.rank % 3:
-            held.pop(0)
-        for kept, expected in held:
-            np.testing.assert_array_equal(kept, expected)
-        if held and step % 4 == 3:
-            held[0][0][:] = -1  # a poison that nobody else must see
-            held.pop(0)
+            received.pop(0)
+        for actual, expected in received:
+            np.testing.assert_array_equal(actual, expected)
+        if received and step % 4 == 3:
+            received[0][0][:] = -1  # a poison that nobody else must see
+            received.pop(0)
 
 
 @pytest.mark.ranks(min=2)
@@ -124,41 +126,43 @@ def test_nodes_are_reached_once(comm: Communicator) -> None:
         chosen = tables(comm, step)
         table = chosen[comm.rank]
         x = np.random.default_rng(comm.rank).normal(size=(len(table), WIDTH)).astype(np.float32)
-        passage, rows, came, _ = exchange.dispatch("one", assign(table), x, np.ones(int(table.sum()), np.float32))
-        sums = exchange.combine("one", passage, rows, came)
+        passage, rows, received_gates, _ = exchange.dispatch(
+            "one", assign(table), x, np.ones(int(table.sum()), np.float32)
+        )
+        sums = exchange.combine("one", passage, rows, received_gates)
         np.testing.assert_allclose(sums, x * table.sum(1)[:, None], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.ranks(min=2)
-def test_what_waits_says_of_which_layer_and_step_it_is(
+def test_a_waiting_report_names_the_layer_and_the_step(
     comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that was late in a backward was told of as missing in a small all-gather."""
+    """A rank that was late in a backward was reported as missing in a small all-gather."""
     if not comm.one_node:
         pytest.skip("the late rank sees by files that others wait")
     exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     table = np.ones((3, EXPERTS), bool)
     x, gates = np.ones((3, WIDTH), np.float32), np.ones(3 * EXPERTS, np.float32)
-    passage, rows, came, _ = exchange.dispatch("one", assign(table), x, gates)
+    passage, rows, received_gates, _ = exchange.dispatch("one", assign(table), x, gates)
     steps = {
         "dispatch": lambda: exchange.dispatch("one", assign(table), x, gates),
-        "combine": lambda: exchange.combine("one", passage, rows, came),
+        "combine": lambda: exchange.combine("one", passage, rows, received_gates),
         "combine, backward": lambda: exchange.combine_back("one", passage, x),
-        "dispatch, backward": lambda: exchange.dispatch_back("one", passage, rows, came),
+        "dispatch, backward": lambda: exchange.dispatch_back("one", passage, rows, received_gates),
     }
     folder, watch = Path(comm.broadcast_object(str(tmp_path))), Group.watch
     for number, (step, run) in enumerate(steps.items()):
         waits = folder / str(number)
 
-        def noted(group: Group, text: str, *peers: Any) -> Any:
-            found = watch(group, text, *peers)
-            if comm.rank == 0 and ".experts" in found.text and not waits.exists():  # noqa: B023
+        def watch_and_write(group: Group, text: str, *peers: Any) -> Any:
+            watched = watch(group, text, *peers)
+            if comm.rank == 0 and ".experts" in watched.text and not waits.exists():  # noqa: B023
                 new = folder / "new"  # so that nobody finds one that is not written yet
-                new.write_text(found.text)
+                new.write_text(watched.text)
                 new.rename(waits)  # noqa: B023
-            return found
+            return watched
 
-        monkeypatch.setattr(Group, "watch", noted)
+        monkeypatch.setattr(Group, "watch", watch_and_write)
         while comm.rank == comm.size - 1 and not waits.exists():
             time.sleep(0.001)
         run()

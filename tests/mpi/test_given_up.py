@@ -1,6 +1,6 @@
-"""A rank that gave up a call and lives on does not feed it to the others: they got 1001 instead of an error.
+"""Abandoned calls: a surviving rank's abandoned data does not reach the others, which got 1001 instead of an error.
 
-Its data was published before it was interrupted. Whoever came later took that for the call's, whichever verb it was.
+The data was published before the interrupt. Later ranks took it for the call's own, for every verb.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ CALLS = {**USUAL, **MORE}
 
 
 @pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
-def test_what_a_rank_gave_up_is_no_part_of_the_others_calls(comm, name):
+def test_an_abandoned_call_does_not_affect_the_others(comm, name):
     group = comm.split(0)
     call = CALLS[name](group)
     for _ in range(3):
@@ -86,8 +86,8 @@ def test_what_a_rank_gave_up_is_no_part_of_the_others_calls(comm, name):
     comm.barrier()
 
 
-def test_what_a_rank_had_ended_before_it_gave_up_is_right_on_all(comm):
-    """The others may come late to see that it was there: they must not wait for it again."""
+def test_a_call_that_ended_before_the_interrupt_is_correct_on_all_ranks(comm):
+    """The others may notice its end late: they must not wait for it again."""
     group = comm.split(0)
     for _ in range(200):
         assert (group.all_reduce(np.ones(3)) == comm.size).all()

@@ -1,4 +1,4 @@
-"""The benchmarks' gloo leaves without a race."""
+"""The benchmarks' gloo peer: it shuts down without a race."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from commlib.bench import gloo_peer
 pytestmark = [pytest.mark.any_ranks, pytest.mark.any_mpi]
 
 
-def test_stores_end_before_their_folder_is_removed(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store whose file vanished while it ended aborted its process, on a loaded machine."""
+def test_stores_close_before_their_folder_is_removed(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store whose file vanished while it closed aborted its process, on a loaded machine."""
     pytest.importorskip("torch")
-    left = []
+    leftovers = []
 
     class Folder(tempfile.TemporaryDirectory[str]):
         def __exit__(self, *error: Any) -> None:
-            left.append([path.name for path in Path(self.name).iterdir()])  # the last store to end removes its file
+            leftovers.append(
+                [path.name for path in Path(self.name).iterdir()]
+            )  # the last store to close removes its file
             super().__exit__(*error)
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", Folder)
     with gloo_peer.join_gloo(MPI.COMM_WORLD, one_node=True):
         pass
-    assert left == [[]]
+    assert leftovers == [[]]

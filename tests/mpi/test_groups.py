@@ -1,4 +1,4 @@
-"""split and node: who is in which group, in which order, nested, and all at once."""
+"""split and node: members of each group, their order, nested groups, and many groups at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_order_by_key_then_rank(comm):
     assert comm.split(0, key=2**31 - 1 - comm.rank).rank == comm.size - 1 - comm.rank
 
 
-def test_negative_color_joins_nothing(comm):
+def test_a_negative_color_joins_no_group(comm):
     group = comm.split(-1 if comm.rank else 3)
     assert (group is None) == (comm.rank > 0)
     if group is not None:
@@ -84,7 +84,7 @@ def test_groups_work_at_the_same_time(comm):
         assert (work.wait() == sum(ranks)).all()
 
 
-def test_groups_keep_their_messages_apart(comm):
+def test_groups_do_not_mix_their_messages(comm):
     """The same peers and tags in two groups and the world."""
     groups = [comm, comm.split(0), comm.split(0)]
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -103,7 +103,7 @@ def test_many_groups(comm):
 
 
 def test_split_async_order(comm):
-    """split runs after what was launched before it."""
+    """split runs after earlier launches."""
     work = comm.all_reduce_async(np.ones(3000))
     group = comm.split(0)
     assert work.done()
@@ -117,8 +117,8 @@ def test_a_root_outside_the_group_is_refused(comm):
 
 
 @pytest.mark.parametrize("first", ["now", "started"])
-def test_a_plan_that_is_made_before_a_group_has_memory(comm, first):
-    """Its first run makes that, and later ones go the short way; also with one in flight."""
+def test_a_plan_created_before_its_group_has_memory(comm, first):
+    """Its first run allocates that, and later runs take the short path; also with one in flight."""
     group = comm.split(0)
     x, out = np.empty(7, np.float32), np.empty((group.size, 7), np.float32)
     plan = group.plan_all_gather(x, out=out.reshape(-1))

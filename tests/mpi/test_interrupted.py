@@ -1,4 +1,4 @@
-"""A signal handler that raises in the middle of a call: the group says that it failed, and never goes on half-way."""
+"""Signal handlers that raise in the middle of a call: the group reports failure, and never continues half-way."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ UNSTOPPABLE = {
 
 
 class Meanwhile:
-    """Lets the other ranks of a group come only once rank 0 has been interrupted."""
+    """Holds back the other ranks of a group until rank 0 has been interrupted."""
 
     def __init__(self, comm):
         self.comm = comm
 
     def interrupt(self, group, call):
-        """Run a call that nobody else makes, and raise Alarm in the middle of it."""
+        """Make a call that no other rank makes, and raise Alarm in the middle of it."""
         busy = 0
 
         def ring(*_):
@@ -84,17 +84,17 @@ def test_an_interrupted_wait_fails_the_group_on_all_ranks(comm, name):
                 "all_reduce of 3 x float64" in note and "not run on rank 0" in note for note in caught.value.__notes__
             )
             depths.add(len(caught.traceback))
-        assert max(depths) < 16  # not one error again and again, whose traceback grows
+        assert max(depths) < 16  # not the same error every time, whose traceback would grow
     else:
         comm.barrier()
         with pytest.raises(PeerError, match=r"rank 0 has given up this group .*ended half-way by Alarm"):
-            for _ in range(2):  # what the interrupted rank had sent, as a message, may be enough for the first one
+            for _ in range(2):  # messages already sent by the interrupted rank may be enough for the first one
                 CALLS[name](group)
     comm.barrier()
 
 
 @pytest.mark.parametrize("name", UNSTOPPABLE)
-def test_what_blocks_in_mpi_is_interrupted_when_it_has_ended(comm, name):
+def test_a_call_blocked_in_mpi_is_interrupted_once_it_ends(comm, name):
     group = comm.split(0)
     comm.barrier()
     if group.rank == 0:
@@ -109,7 +109,7 @@ def test_what_blocks_in_mpi_is_interrupted_when_it_has_ended(comm, name):
 
 
 def test_an_interrupted_call_behind_others_in_the_queue(comm):
-    """Its arrays were freed, and the queue went on with them: SIGSEGV."""
+    """Its arrays were freed, and the queue still used them: SIGSEGV."""
     group = comm.split(0)
     x = np.full(100_000, 1.0)
     group.all_reduce(x)
@@ -117,7 +117,7 @@ def test_an_interrupted_call_behind_others_in_the_queue(comm):
     if group.rank == 0:
         work = group.all_reduce_async(x)
         Meanwhile(comm).interrupt(group, lambda: group.all_reduce(poisoned(x), out=poisoned(x)))
-        if work.exception() is None:  # the others came before it saw that the group had failed
+        if work.exception() is None:  # the others arrived before it saw that the group had failed
             assert (work.wait() == comm.size).all()
         else:
             assert isinstance(work.exception(), ShutdownError)
@@ -129,7 +129,7 @@ def test_an_interrupted_call_behind_others_in_the_queue(comm):
     comm.barrier()
 
 
-def test_a_wait_for_a_work_may_be_interrupted_and_repeated(comm):
+def test_a_wait_for_a_work_can_be_interrupted_and_repeated(comm):
     x = np.full(5000, 1.0)
     comm.barrier()
     if comm.rank == 0:
@@ -153,11 +153,11 @@ def test_a_wait_for_a_work_may_be_interrupted_and_repeated(comm):
     ],
 )
 def test_alarms_at_any_time(comm, count, algorithm):
-    """Rank 0 is interrupted again and again; its calls give what the others' do, or the group has failed."""
+    """Rank 0 is interrupted repeatedly; its calls give what the others' do, or the group has failed."""
     chance = random.Random(count)
     group, step, failed = comm.split(0), 0, 0
     for _ in range(6):
-        # Rank 0 adds nothing, so the sum tells which call it was that it took part in.
+        # Rank 0 adds nothing, so the sum shows which call it joined.
         if comm.rank == 0:
             with contextlib.suppress(Alarm), alarm(chance.random() * 5e-3):
                 while True:
@@ -182,15 +182,15 @@ def test_alarms_at_any_time(comm, count, algorithm):
 
 
 def test_an_interrupted_recv_takes_no_later_message(comm):
-    """It stayed posted, and the next message went into its array."""
+    """It remained posted, and the next message went into its array."""
     comm.barrier()
     if comm.rank == 0:
-        lost, kept = np.zeros(5), np.zeros(5)
+        lost, received = np.zeros(5), np.zeros(5)
         with alarm(0.1, again=0), pytest.raises(Alarm):
             comm.recv(lost, 1)
         comm.barrier()
-        comm.recv(kept, 1)
-        assert (kept == 7).all() and (lost == 0).all()
+        comm.recv(received, 1)
+        assert (received == 7).all() and (lost == 0).all()
     else:
         comm.barrier()
         if comm.rank == 1:
@@ -199,7 +199,7 @@ def test_an_interrupted_recv_takes_no_later_message(comm):
 
 
 def test_an_interrupted_send_fails_the_group(comm):
-    """The other rank may have some of it already."""
+    """The other rank may already have a part of it."""
     group = comm.split(0)
     if comm.rank == 0:
         x = poisoned(np.ones(3_000_000))
@@ -213,7 +213,7 @@ def test_an_interrupted_send_fails_the_group(comm):
 
 @pytest.mark.parametrize("name", ["small", "by a schedule", "small by a schedule"])
 def test_a_call_in_a_signal_handler_that_interrupts_another_is_refused(comm, name):
-    """It waited for ever for the one that it had interrupted."""
+    """It waited for ever for the call that it had interrupted."""
     group = comm.split(0)
     CALLS[name](group)
     comm.barrier()

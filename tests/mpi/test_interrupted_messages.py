@@ -1,4 +1,4 @@
-"""A signal handler that raises anywhere in a message's code: what arrives is whole, or the group has failed."""
+"""Signal handlers that raise anywhere in a message's code: messages arrive whole, or the group has failed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.oracles.poison import poisoned
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_ranks, pytest.mark.any_mpi]
 
 CODE = "commlib/p2p/messages.py"
-COUNT = 20_000  # too many for a lane: MPI reads them where they are
+COUNT = 20_000  # too large for a lane: MPI reads them in place
 LAST = -1.0
 
 
 def send(group, verb, value):
-    """Send an array that nobody else holds."""
+    """Send an array that nobody else references."""
     x = poisoned(np.full(COUNT, value))
     if verb == "send":
         group.send(x, 1)
@@ -32,7 +32,7 @@ def send(group, verb, value):
 
 @pytest.mark.parametrize("verb", ["send", "send_async", "send_recv"])
 def test_an_interrupted_send_of_memory_that_is_freed(comm, verb):
-    """Its array was let go between being posted and being waited for, and what came was of other calls."""
+    """Its array was released between posting and waiting, and the received data belonged to other calls."""
     group, number, raised, over = comm.split(0), 0, True, []
     while raised:
         number += 1
@@ -46,25 +46,25 @@ def test_an_interrupted_send_of_memory_that_is_freed(comm, verb):
         if comm.rank == 0 and not has_failed:
             group.send(np.full(COUNT, LAST), 1)
         if comm.rank == 1:
-            received = arrived(work, 0.02) if has_failed else work.wait(60)
+            received = wait_for_data(work, 0.02) if has_failed else work.wait(60)
             if received is not None:
                 assert (received == received[0]).all() and received[0] in (number, LAST)
                 assert has_failed or received[0] == LAST or (group.recv(np.zeros(COUNT), 0) == LAST).all()
         comm.barrier()
-        if has_failed or verb == "send_recv":  # of which rank 0 may have taken nothing
+        if has_failed or verb == "send_recv":  # rank 0 may have received nothing of it
             over.append(group)
             group = comm.split(0)
     assert number > 1
     for group in over:
-        group.close()  # with receives that nobody answers any more
+        group.close()  # with receives that are no longer answered
 
 
-def noted(results, take, out):
+def append_work(results, take, out):
     results.append(take(out, 1))
 
 
-def arrived(work, seconds):
-    """Return what a receive has got within so many seconds, or None."""
+def wait_for_data(work, seconds):
+    """Return what a receive gets within so many seconds, or None."""
     deadline = time.monotonic() + seconds
     while not work.done() and time.monotonic() < deadline:
         time.sleep(1e-4)
@@ -72,8 +72,8 @@ def arrived(work, seconds):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_interrupted_recv_takes_nothing_unseen(comm, is_async):
-    """Of an asynchronous one, until it has been started: a wait for it may be repeated."""
+def test_an_interrupted_recv_loses_nothing(comm, is_async):
+    """For an asynchronous one, until it has been started: a wait for it may be repeated."""
     group, number, raised, over = comm.split(0), 0, True, []
     while raised:
         number += 1
@@ -83,7 +83,7 @@ def test_an_interrupted_recv_takes_nothing_unseen(comm, is_async):
         elif comm.rank == 0:
             out, works = np.zeros(COUNT), list[Any]()
             take = group.recv_async if is_async else group.recv
-            raised = raise_at(number, CODE, partial(noted, works, take, out))
+            raised = raise_at(number, CODE, partial(append_work, works, take, out))
             if is_async and works:
                 works[0].wait()
             if group.group.failure is None:

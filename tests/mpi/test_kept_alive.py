@@ -1,4 +1,4 @@
-"""Operations that are queued or in flight keep what they read and write alive, whatever the user drops."""
+"""Lifetimes of arrays: queued operations and those in flight keep theirs alive, whatever the user drops."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COUNTS = [10, 1100, 100_000]
 
 
 def late(comm):
-    """Let the others come first, one after the other."""
+    """Let the others start first, one after the other."""
     time.sleep(0.02 * comm.rank)
 
 
 def started(comm, verb, count):
-    """Start `verb` on arrays that nobody else holds, and return its Work."""
+    """Start `verb` on arrays that nobody else references, and return its Work."""
     x = poisoned(np.arange(count, dtype=np.float64) + comm.rank)
     rows = poisoned(np.arange(count * comm.size, dtype=np.float64) + comm.rank)
     match verb:
@@ -50,7 +50,7 @@ def started(comm, verb, count):
 
 
 def expected(comm, verb, count):
-    """Return what `started` gives on this rank."""
+    """Return the result of `started` on this rank."""
     first, rank, size = np.arange(count, dtype=np.float64), comm.rank, comm.size
     whole = np.arange(count * size, dtype=np.float64)
     mine = slice(count * rank, count * (rank + 1))
@@ -97,7 +97,7 @@ VERBS = [
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_arrays_that_the_user_drops(comm, verb, count):
-    """A started plan read memory that had been freed: wrong sums, and SIGSEGV with large arrays."""
+    """A started plan read freed memory: wrong sums, and SIGSEGV with large arrays."""
     for _ in range(3):
         late(comm)
         work = started(comm, verb, count)
@@ -105,17 +105,17 @@ def test_arrays_that_the_user_drops(comm, verb, count):
         result = work.wait()
         if isinstance(result, tuple):
             result = result[0]
-        wanted = expected(comm, verb, count)
-        if wanted is None:
+        correct = expected(comm, verb, count)
+        if correct is None:
             assert result is None
         else:
-            np.testing.assert_array_equal(result, wanted)
+            np.testing.assert_array_equal(result, correct)
         del work, result
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_symmetric_arrays_that_the_user_drops(comm, count):
-    """Their memory is given back by a later `empty`, which must not come before what still uses it."""
+    """A later `empty` returns their memory; that must not happen while an operation still uses it."""
     for step in range(3):
         x = comm.empty(count, "float64")
         x[:] = comm.rank + step
@@ -137,8 +137,8 @@ def test_messages_that_the_user_drops(comm, count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_arrays_of_works_that_nobody_waits_for(comm, count):
-    """Dropped with their works: what follows must find the same data on all ranks."""
+def test_arrays_of_works_without_a_wait(comm, count):
+    """Dropped together with their works: later calls must find the same data on all ranks."""
     x = np.ones(count)
     for step in range(5):
         late(comm)

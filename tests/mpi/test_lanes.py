@@ -32,11 +32,11 @@ LAST, STOP = -1, 77
 @pytest.mark.parametrize("count", [1, pytest.param(3000, marks=pytest.mark.long), 20_000])
 @pytest.mark.parametrize("is_sender", [True, False], ids=["send", "recv"])
 def test_alarms_at_any_time(comm, count, is_sender):
-    """Rank 0 is interrupted again and again: nothing is lost that it knows of, or the group has failed."""
+    """Rank 0 is interrupted repeatedly: it loses nothing that it knows of, or the group has failed."""
     chance = random.Random(count)
     for _ in range(6):
         group = comm.split(0)
-        group.barrier()  # it has a board from then on, by which the others learn of a failure
+        group.barrier()  # from then on it has a board, by which the others learn of a failure
         if comm.rank == 0:
             step, out = 0, np.zeros(count)
             with contextlib.suppress(Alarm), alarm(chance.random() * 4e-3):
@@ -51,7 +51,7 @@ def test_alarms_at_any_time(comm, count, is_sender):
                 group.send(np.full(count, float(LAST)), 1)
                 group.send(np.full(count, float(step)), 1)
             elif group.group.failure is None:
-                # What came as the alarm did has come into the array; else it is still to be received.
+                # A message that arrived with the alarm is in the array; otherwise it can still be received.
                 last = step + 1 if (out == step + 1).all() else step
                 comm.send(np.zeros(1), 1, STOP)
                 while (group.recv(out, 1) != LAST).all():
@@ -73,7 +73,7 @@ def test_alarms_at_any_time(comm, count, is_sender):
 
 
 def converse(group, count, stop):
-    """Be the one that is not interrupted: send until `stop` is done, or receive."""
+    """Play the rank that is not interrupted: send until `stop` is done, or receive."""
     step, out = 0, np.zeros(count)
     if stop is not None:
         while not stop.done() and group.group.failure is None and step < 10_000:
@@ -86,5 +86,5 @@ def converse(group, count, stop):
     while (group.recv(out, 0) != LAST).all():
         assert (out == step + 1).all(), (out, step)
         step += 1
-    known = int(group.recv(out, 0)[0])
-    assert step - known in (0, 1), "a message that was sent is lost, or was sent twice"
+    received = int(group.recv(out, 0)[0])
+    assert step - received in (0, 1), "a message that was sent is lost, or was sent twice"

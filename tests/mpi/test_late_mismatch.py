@@ -1,4 +1,4 @@
-"""Ranks that begin to differ after the calls that are compared beforehand: never wrong data without an error."""
+"""Ranks that diverge after the calls that are compared in advance: never wrong data without an error."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ CASES = {
     "reduce root": (lambda c: c.reduce(X, root=0), lambda c: c.reduce(X, root=c.size - 1)),
 }
 
-# Both sides compare these whatever their number, so that nothing is sent.
+# Both sides compare these whatever their number, so nothing is sent.
 COMPARED = {"empty shape", "native count", "native and split"}
 
 
 def without_board(comm, **settings):
-    """Return a group of all ranks whose ranks meet by messages alone, as on different nodes."""
+    """Return a group of all ranks that communicate by messages only, as on different nodes."""
     config = Config(node_path=False, timeout=20, **settings)
     return Communicator(MpiTransport(comm.native.Dup()), Runtime(config))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_call_that_differs_after_those_that_are_compared(comm, name):
-    """They passed: 1001 for 1 + 1, broadcasts from two roots, SIGBUS in memory of two sizes."""
+def test_calls_that_diverge_after_the_compared_ones(comm, name):
+    """They were accepted: 1001 for 1 + 1, broadcasts from two roots, SIGBUS in memory of two sizes."""
     group = without_board(comm, check_first=2)
     for _ in range(4):
         group.all_reduce(X)
@@ -63,7 +63,7 @@ def test_a_call_that_differs_after_those_that_are_compared(comm, name):
     usual, odd = CASES[name]
     with pytest.raises((MismatchError, PeerError)):
         (odd if comm.rank == comm.size - 1 else usual)(group)
-        # A root that only sends learns of it at the next call that it takes something in.
+        # A root that only sends learns of it at the next call in which it receives.
         assert (group.all_reduce(np.ones(3)) == comm.size).all()
         assert (group.all_reduce(np.ones(3)) == comm.size).all()
     if name in COMPARED:
@@ -85,7 +85,7 @@ def test_the_error_names_both_calls(comm):
     comm.barrier()
 
 
-def test_ranks_that_leave_after_different_calls_say_so(comm, caplog):
+def test_ranks_that_exit_after_different_calls_report_it(comm, caplog):
     group = without_board(comm, check_first=0)
     group.all_reduce(X)
     group.broadcast(X.copy(), 0 if comm.rank == 0 else comm.size - 1)
@@ -96,7 +96,7 @@ def test_ranks_that_leave_after_different_calls_say_so(comm, caplog):
 
 @pytest.mark.parametrize("verb", ["split", pytest.param("all_reduce", marks=pytest.mark.long), "native"])
 def test_a_late_rank_is_named_between_nodes_too(comm, verb):
-    """A split waited for ever inside MPI, whatever COMMLIB_TIMEOUT said; and no wait named the rank that was late."""
+    """A split waited for ever inside MPI, whatever COMMLIB_TIMEOUT was; and no wait named the late rank."""
     group = Communicator(MpiTransport(comm.native.Dup()), Runtime(Config(node_path=False, timeout=1)))
     group.barrier()
     if comm.rank == comm.size - 1:
@@ -113,8 +113,8 @@ def test_a_late_rank_is_named_between_nodes_too(comm, verb):
 
 
 @pytest.mark.parametrize("setting_up", ["split", "empty"])
-def test_a_group_is_dead_once_a_compared_call_has_met_one_that_sends(comm, setting_up):
-    """The rank that compares had sent nothing, and went on: its next sum was of the other ranks' earlier call."""
+def test_a_compared_call_against_one_that_sends_fails_the_group(comm, setting_up):
+    """The comparing rank had sent nothing, and continued: its next sum used the other ranks' earlier call."""
     group = without_board(comm, check_first=2)
     for _ in range(4):
         group.all_reduce(X)
@@ -131,8 +131,8 @@ def test_a_group_is_dead_once_a_compared_call_has_met_one_that_sends(comm, setti
     comm.barrier()
 
 
-def test_ranks_that_leave_after_more_calls_than_others_say_so(comm, caplog):
-    """A root that only sends waits for nobody: its last broadcast reached no rank, without a word."""
+def test_ranks_that_exit_after_extra_calls_report_it(comm, caplog):
+    """A root that only sends waits for nobody: its last broadcast silently reached no rank."""
     group = without_board(comm, check_first=0)
     group.all_reduce(X)
     if comm.rank == 0:
@@ -142,8 +142,8 @@ def test_ranks_that_leave_after_more_calls_than_others_say_so(comm, caplog):
     assert all("made different calls" in text for text in comm.all_gather_object(caplog.text)[:2])
 
 
-def test_nothing_is_left_of_what_a_long_wait_has_said(comm):
-    """A rank that waits long tells the others its calls. Those that did not wait left that to the end of MPI."""
+def test_reports_of_a_long_wait_are_all_received(comm):
+    """A rank in a long wait sends the others its calls. Those that did not wait received none until MPI ended."""
     config = Config(node_path=False, timeout=20, stall_warning=0.4)  # a wait is long after half of that
     group = Communicator(MpiTransport(comm.native.Dup()), Runtime(config))
     group.barrier()

@@ -1,4 +1,4 @@
-"""What nobody has received is no message of a later communicator's."""
+"""Unreceived messages: they do not reach a later communicator."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpi4py import MPI
 @pytest.mark.parametrize("how", ["dropped", "closed"])
 @pytest.mark.ranks(min=2)
 def test_a_freed_group_leaves_nothing_to_the_next_communicator(comm: Any, how: str) -> None:
-    """MPICH gives a freed communicator's number to the next one, and with it what was sent and never received.
+    """MPICH gives a freed communicator's number to the next one, together with its unreceived messages.
 
-    So a receive of the user's, in a communicator of its own, took the farewell of a channel, and its sender waited.
+    So a user's receive, in a communicator of its own, got the farewell of a channel, and its sender waited.
     """
     for _ in range(5):
         groups = [comm.split(0) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Mesh over MPI: the groups of axes and products, shared by refactored meshes, closed and made again."""
+"""Mesh over MPI: the groups of axes and products, shared by refactored meshes, closed and created again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_axes_work_at_the_same_time(comm):
 
 @pytest.mark.any_ranks
 def test_many_meshes_can_be_dropped(comm):
-    """Groups that were not closed are freed at later collective moments: MPI has a few thousand communicators only."""
+    """Groups that were not closed are freed at later collective calls: MPI has only a few thousand communicators."""
     for _ in range(20):
         mesh = commlib.Mesh(dp=-1, tp=1)
         assert mesh["dp"].all_reduce(np.ones(1)).tolist() == [comm.size]
@@ -62,7 +62,7 @@ def test_many_meshes_can_be_dropped(comm):
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_want_different_meshes(comm):
+def test_ranks_that_request_different_meshes(comm):
     with pytest.raises(MismatchError) as caught:
         commlib.Mesh(dp=-1) if comm.rank else commlib.Mesh(tp=-1)
     assert f"rank 0: Mesh(tp={comm.size})" in str(caught.value)

@@ -17,7 +17,7 @@ def ping(comm, function):
         if comm.rank < 2:
             function(comm.rank == 0)
     finally:
-        comm.barrier()  # in step, whatever failed
+        comm.barrier()  # in step even after a failure
 
 
 @pair
@@ -79,7 +79,7 @@ def test_all_exchange_at_once(comm):
 
 @pair
 @pytest.mark.parametrize("count", [2, 6], ids=["shorter", "longer"])
-def test_another_length_is_a_mismatch(comm, count):
+def test_a_message_of_the_wrong_length_is_a_mismatch(comm, count):
     """Large ones are in tests/launch: Open MPI may crash on them."""
 
     def check(first):
@@ -94,7 +94,7 @@ def test_another_length_is_a_mismatch(comm, count):
 
 
 @pair
-def test_a_receive_that_nobody_sends_to_can_be_waited_for_in_bits(comm):
+def test_a_receive_without_a_sender_can_be_waited_for_repeatedly(comm):
     def check(first):
         if first:
             comm.recv(np.zeros(1), 1, 9)
@@ -128,8 +128,8 @@ def test_a_refused_exchange_leaves_no_receive_behind(comm):
 
 
 @pair
-def test_messages_move_while_the_groups_thread_waits_in_a_collective(comm):
-    """Rank 0 comes to the barrier after its large message has been taken; nobody waits for that on rank 1."""
+def test_messages_progress_while_the_groups_thread_waits_in_a_collective(comm):
+    """Rank 0 enters the barrier after its large message has been received; nobody waits for that on rank 1."""
     into = np.empty(100_000)
     if comm.rank == 1:
         receive = comm.recv_async(into, 0)
@@ -143,7 +143,7 @@ def test_messages_move_while_the_groups_thread_waits_in_a_collective(comm):
 
 
 def test_overlapping_exchange_is_refused(comm):
-    """MPI gives no meaning to sending from the memory that is received into."""
+    """MPI does not define sending from the memory that is received into."""
     memory = np.arange(10.0)
     for x, out in ((memory[:6], memory[4:]), (memory, memory)):
         with pytest.raises(UsageError, match="overlap"):
@@ -154,8 +154,8 @@ def test_overlapping_exchange_is_refused(comm):
 @pair
 @pytest.mark.parametrize("sent", [0, 5, 63, 64, 65, 127, 128, 129, 192, 640])
 @pytest.mark.parametrize("wanted", [64, 128, 100])
-def test_messages_that_are_cut_into_pieces(comm, sent, wanted):
-    """A recv of exactly one piece (1 GiB) took a message of two, and the next recv got what was left of it."""
+def test_messages_in_several_pieces(comm, sent, wanted):
+    """A recv of exactly one piece (1 GiB) accepted a message of two, and the next recv got the rest of it."""
     pieces = MpiTransport(comm.native.Dup(), longest=64)
     if comm.rank == 0:
         requests = [pieces.send(1, 5, memoryview(bytes(range(256)) * 3)[:sent]), pieces.send(1, 5, memoryview(b"next"))]

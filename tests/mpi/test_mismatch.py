@@ -1,4 +1,4 @@
-"""Ranks that call different things: MismatchError on all of them, who and what in it, and the group goes on."""
+"""Ranks that make different calls: all raise a MismatchError with ranks and calls, and the group remains usable."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_mismatch(comm, case):
         checks.all_gather(comm, "int8", (3,))
 
 
-def test_every_rank_calls_something_else(comm):
+def test_every_rank_makes_a_different_call(comm):
     with pytest.raises(MismatchError) as caught:
         comm.all_reduce(np.ones(1 + comm.rank))
     for rank in range(comm.size):
@@ -82,7 +82,7 @@ def test_every_rank_calls_something_else(comm):
 
 
 def _mixed_memory(comm, count):
-    """Arrays of which some ranks' are symmetric, others' ordinary; and symmetric ones that do not correspond."""
+    """Return arrays that are symmetric on some ranks and ordinary on others; and symmetric ones in different places."""
     x = comm.empty(count + 1000)
     yield x[:count] if comm.rank else np.zeros(count, np.float32)
     yield np.zeros(count, np.float32) if comm.rank == comm.size - 1 else x[:count]
@@ -90,7 +90,7 @@ def _mixed_memory(comm, count):
 
 
 def test_all_reduce_in_memory_that_does_not_correspond(comm):
-    """All ranks see that their arrays are in different places, and all go through the slots instead."""
+    """All ranks see that their arrays are in different places, and all use the slots instead."""
     for x in _mixed_memory(comm, 200_000):
         for _ in range(3):
             x[:] = comm.rank + 1
@@ -114,14 +114,14 @@ def test_other_verbs_in_memory_that_does_not_correspond(comm):
         assert (x == size).all()
 
 
-def test_nothing_is_written_by_a_mismatch(comm):
+def test_a_mismatch_writes_nothing(comm):
     x = np.full(9000 - comm.rank, 7.0)
     with pytest.raises(MismatchError):
         comm.all_reduce(x, out=x)
     assert (x == 7).all()
 
 
-def test_a_mismatch_among_works_in_flight_ends_only_that_one(comm):
+def test_a_mismatch_among_works_in_flight_fails_alone(comm):
     x = np.ones(100)
     works = [comm.all_reduce_async(x) for _ in range(3)]
     odd = comm.all_reduce_async(x, "max" if comm.rank == 0 else "min")
@@ -138,7 +138,7 @@ def test_a_mismatch_in_a_group_names_the_group(comm):
 
 
 def test_calls_are_counted_as_the_user_makes_them(comm):
-    """A script's first collective was "call number 4": meetings were counted."""
+    """A script's first collective was "call number 4": internal calls were counted."""
     group = comm.split(0)
     calls = [
         lambda: group.all_reduce(X),

@@ -1,4 +1,4 @@
-"""Memory of messages over MPI: it stays while MPI may use it, and no longer."""
+"""Memory of messages over MPI: it is kept for as long as MPI may use it, and no longer."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def array(value: float) -> Any:
     return np.full(2000, value)  # four pieces
 
 
-def is_gone(known: Any) -> bool:
+def is_freed(reference: Any) -> bool:
     gc.collect()
-    return known() is None
+    return reference() is None
 
 
-def test_whose_request_was_lost(transport: MpiTransport) -> None:
-    """By a signal handler's exception, between what posted it and whoever would have kept it."""
+def test_memory_of_a_lost_request(transport: MpiTransport) -> None:
+    """A signal handler's exception lost it, after posting and before storing."""
     into = array(0)
-    known, out = weakref.ref(into), array(1)
+    reference, out = weakref.ref(into), array(1)
     transport.recv(transport.rank, 1, memoryview(into).cast("B"))
     del into
-    assert not is_gone(known)  # what comes is written there
+    assert not is_freed(reference)  # arriving data is written there
     sent = transport.send(transport.rank, 1, memoryview(out).cast("B"))
     while not sent.test():
         pass
 
 
-def test_that_has_come(transport: MpiTransport) -> None:
+def test_memory_of_a_completed_request(transport: MpiTransport) -> None:
     for probed in (False, True):
         into, out = array(0), array(2)
         received, sent = weakref.ref(into), weakref.ref(out)
@@ -58,12 +58,12 @@ def test_that_has_come(transport: MpiTransport) -> None:
                 pass
         np.testing.assert_array_equal(into, 2)
         del into, out, requests, request
-        assert is_gone(received) and is_gone(sent)
+        assert is_freed(received) and is_freed(sent)
 
 
-def test_that_is_cancelled(transport: MpiTransport) -> None:
+def test_memory_of_a_cancelled_request(transport: MpiTransport) -> None:
     into = array(0)
-    known, request = weakref.ref(into), transport.recv(transport.rank, 3, memoryview(into).cast("B"))
+    reference, request = weakref.ref(into), transport.recv(transport.rank, 3, memoryview(into).cast("B"))
     request.cancel()
     del into, request
-    assert is_gone(known)
+    assert is_freed(reference)

@@ -27,7 +27,7 @@ def _running(comm: Any) -> None:
 
 
 def values(rank: int, dtype: str, shape: tuple[int, ...] = (3, 2)) -> Any:
-    """Small whole numbers, other ones on every rank: exact in every dtype."""
+    """Return small whole numbers, different ones on every rank: exact in every dtype."""
     numbers = np.arange(int(np.prod(shape))).reshape(shape) % 5 + rank
     return (numbers % 2 == 0) if dtype == "bool" else numbers.astype(NUMPY[dtype])
 
@@ -36,9 +36,9 @@ def everyone(dtype: str, **options: Any) -> list[Any]:
     return [values(rank, dtype, **options) for rank in range(hvd.size())]
 
 
-def same(got: Any, expected: Any) -> None:
-    assert got.dtype == expected.dtype and got.shape == expected.shape
-    np.testing.assert_array_equal(got, expected)
+def same(actual: Any, expected: Any) -> None:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    np.testing.assert_array_equal(actual, expected)
 
 
 def reduced(array: Any, name: str | None = None, **options: Any) -> Any:
@@ -68,7 +68,7 @@ def test_allreduce_other_operations(op: Any, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
 @pytest.mark.parametrize("count", [3, 40_000])
-def test_means_whose_sum_does_not_fit(dtype: str, count: int) -> None:
+def test_means_whose_sum_overflows(dtype: str, count: int) -> None:
     """It wrapped around, by name as in order."""
     top = np.iinfo(dtype).max
     parts = [np.full(count, top - rank, dtype) for rank in range(hvd.size())]
@@ -80,10 +80,10 @@ def test_means_whose_sum_does_not_fit(dtype: str, count: int) -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_scales(dtype: str, grouped: bool) -> None:
     mine = [values(hvd.rank(), dtype), values(hvd.rank(), dtype, (4,))][: 1 + grouped]
-    got = hvd.start_allreduce(
+    results = hvd.start_allreduce(
         mine, [np.empty_like(x) for x in mine], op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0
     ).wait()
-    for array, result in zip(mine, got, strict=True):
+    for array, result in zip(mine, results, strict=True):
         parts = [values(rank, dtype, array.shape).astype(np.float64) * 0.5 for rank in range(hvd.size())]
         if dtype == "int32":
             parts = [np.trunc(part) for part in parts]
@@ -93,15 +93,15 @@ def test_scales(dtype: str, grouped: bool) -> None:
     if dtype == "int32":
         same(average, np.trunc(total).astype(np.int32))
     else:
-        # Two more roundings than the oracle has: of the mean, and of its product.
+        # Two more roundings than in the oracle: of the mean, and of its product.
         np.testing.assert_allclose(average.astype(np.float64), total, rtol=2 * EPSILON[dtype])
 
 
 def test_a_group_of_several_dtypes_in_place() -> None:
     arrays = [values(hvd.rank(), dtype, (n,)) for n, dtype in enumerate(["float32", "int64", "bfloat16", "float32"], 1)]
     expected = [sum(values(r, str(a.dtype), a.shape) for r in range(hvd.size())).astype(a.dtype) for a in arrays]
-    got = hvd.start_allreduce(arrays, arrays, "group", op=hvd.Sum).wait()
-    for array, one, other in zip(arrays, got, expected, strict=True):
+    results = hvd.start_allreduce(arrays, arrays, "group", op=hvd.Sum).wait()
+    for array, one, other in zip(arrays, results, expected, strict=True):
         assert array is one
         same(one, other)
 
@@ -146,24 +146,24 @@ def test_objects() -> None:
     assert hvd.broadcast_object({"from": rank}, size - 1) == {"from": size - 1}
     assert hvd.allgather_object([rank]) == [[r] for r in range(size)]
     with pytest.raises((TypeError, AttributeError)):
-        hvd.allgather_object(lambda: 0)  # before it has told anybody
+        hvd.allgather_object(lambda: 0)  # before it has notified any rank
     hvd.start_barrier().wait()
 
 
-def test_thousands_in_another_order_on_every_rank() -> None:
+def test_thousands_of_operations_in_a_different_order_on_every_rank() -> None:
     rank, size = hvd.rank(), hvd.size()
     names = list(range(2000))
     arrays = [np.full(1 + n % 50, n + rank, ["float32", "float64", "int32"][n % 3]) for n in names]
-    for again in range(3):
+    for round_number in range(3):
         for n in names:
-            arrays[n][...] = n + rank + again
+            arrays[n][...] = n + rank + round_number
         order = names[:]
-        random.Random(100 * again + rank).shuffle(order)
+        random.Random(100 * round_number + rank).shuffle(order)
         works = [hvd.start_allreduce([arrays[n]], [arrays[n]], f"many {n}", op=hvd.Sum) for n in order]
         for work in works:
             work.wait()
         for n in names:
-            assert (arrays[n] == size * (n + again) + size * (size - 1) // 2).all()
+            assert (arrays[n] == size * (n + round_number) + size * (size - 1) // 2).all()
 
 
 @pytest.mark.ranks(min=2)
@@ -191,7 +191,7 @@ def test_disagreements(comm: Any, what: str, call: Any, known: bool) -> None:
     assert reduced(np.ones(2), "w2", op=hvd.Sum).tolist() == [comm.size] * 2
 
 
-def test_refused_here_and_now(comm: Any) -> None:
+def test_invalid_requests_are_refused_at_once(comm: Any) -> None:
     x = np.ones((4, 2), np.float32)
     for match, call in [
         ("0-dimensional", lambda: hvd.start_allgather([np.ones(())])),
@@ -220,7 +220,7 @@ def test_refused_here_and_now(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 def test_join_covers_every_verb(comm: Any) -> None:
-    """Rank r has r + 1 batches. Whoever has none left adds nothing, and gets nothing."""
+    """Rank r has r + 1 batches. A rank without any left contributes nothing, and gets nothing."""
     rank, size = comm.rank, comm.size
     for batch in range(rank + 1):
         reduced(np.ones(1))
@@ -254,7 +254,7 @@ def test_join_covers_every_verb(comm: Any) -> None:
         if rank < size - 1:
             hvd.start_allreduce([np.ones(1)], [np.ones(1)], "after")
     assert join.wait() == size - 1
-    assert reduced(np.ones(1), op=hvd.Sum)[0] == size  # without a name, of which ranks had counted different numbers
+    assert reduced(np.ones(1), op=hvd.Sum)[0] == size  # without a name; ranks had counted different numbers of these
     assert reduced(np.ones(1), "sum again", op=hvd.Sum)[0] == size
 
 
@@ -265,7 +265,7 @@ def _nothing() -> Any:
 
 
 def test_many_without_names() -> None:
-    """More than there are names for, at once; they match in the order in which they are asked for."""
+    """More at once than there are names; they match in the order of the requests."""
     size = hvd.size()
     for shape in ((3,), (4,)):
         arrays = [np.full(shape, n, np.float32) for n in range(300)]
@@ -274,7 +274,7 @@ def test_many_without_names() -> None:
             assert (work.wait()[0] == size * n).all()
 
 
-def test_without_names_but_not_alike(comm: Any) -> None:
+def test_different_operations_without_names(comm: Any) -> None:
     if comm.size == 1:
         return
     with pytest.raises(MismatchError, match="shape is"):
@@ -282,7 +282,7 @@ def test_without_names_but_not_alike(comm: Any) -> None:
     assert reduced(np.ones(2), op=hvd.Sum)[0] == comm.size
 
 
-def test_a_barrier_overtakes(comm: Any) -> None:
+def test_a_barrier_overtakes_earlier_operations(comm: Any) -> None:
     x = np.ones(2)
     early = hvd.start_allreduce([x], [np.empty(2)], "late comer", op=hvd.Sum) if comm.rank == 0 else None
     hvd.start_barrier().wait()
@@ -325,8 +325,8 @@ def test_process_sets(comm: Any) -> None:
         hvd.add_process_set([comm.size])
     assert hvd.remove_process_set(ends) and ends.process_set_id is None
     assert not hvd.remove_process_set(ends) and not hvd.remove_process_set(hvd.global_process_set)
-    again = hvd.add_process_set(ends)
-    assert again is ends and ends.process_set_id == 1  # ids are used again
+    new_ends = hvd.add_process_set(ends)
+    assert new_ends is ends and ends.process_set_id == 1  # ids are reused
     works = []
     if ends.included():
         works = [hvd.start_allgather([np.ones(2)], f"{n}", process_set=ends) for n in range(50)]
@@ -351,7 +351,7 @@ def test_adasum(comm: Any) -> None:
         np.testing.assert_allclose(reduced(mine, op=hvd.Adasum), expected, rtol=1e-12)
 
 
-def test_ranks_and_what_is_built(comm: Any) -> None:
+def test_ranks_and_build_queries(comm: Any) -> None:
     assert hvd.is_initialized() and hvd.init() is commlib.world()
     assert (hvd.rank(), hvd.size()) == (comm.rank, comm.size)
     assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (comm.rank, comm.size, 0, 1)
@@ -394,8 +394,8 @@ def test_timeline(comm: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_a_timeline_has_horovods_names(comm: Any, tmp_path: Any) -> None:
-    """Tools look for them: what happens to each tensor, in a row that has its name, and when the file begins."""
+def test_a_timeline_uses_horovods_names(comm: Any, tmp_path: Any) -> None:
+    """Tools look for them: the activities of each tensor, in a row with its name, and the start of the file."""
     path, before = tmp_path / "trace.json", time()
     x = [np.full(4, float(number)) for number in range(3)]
     hvd.start_timeline(str(path), mark_cycles=True)
@@ -443,8 +443,8 @@ def test_elastic_state(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_elastic_functions_after_ranks_have_parted(comm: Any) -> None:
-    """A rank had called one function more: each later one was refused, too, though all ranks called it."""
+def test_elastic_functions_after_ranks_have_diverged(comm: Any) -> None:
+    """One rank had called one more function: each later one was refused, too, though all ranks called it."""
     state = hvd.elastic.ObjectState(made=1)
     inner = hvd.elastic.run(lambda state: "fine")
     raised: list[int] = []
@@ -463,7 +463,7 @@ def test_elastic_functions_after_ranks_have_parted(comm: Any) -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("others", ["by name", "many", "in a process set", "joined", "caught", "hosts"])
-def test_elastic_run_where_one_rank_alone_raises(comm: Any, others: str) -> None:
+def test_an_elastic_run_recovers_when_one_rank_raises(comm: Any, others: str) -> None:
     """The others waited for it by name until COMMLIB_TIMEOUT, or for ever, while it waited in the order of calls."""
     last, expected = comm.size - 1, [float(sum(range(1, comm.size + 1)) + comm.size * step) for step in range(4)]
     pair = hvd.add_process_set([0, last]) if others == "in a process set" and last > 1 else hvd.global_process_set
@@ -471,7 +471,7 @@ def test_elastic_run_where_one_rank_alone_raises(comm: Any, others: str) -> None
     calls: list[int] = []
 
     def wait() -> None:
-        if others == "many":  # known and new, waited for and not, more without a name than have one at once
+        if others == "many":  # known and new, with and without a wait, more without a name than there are names at once
             names = ["elastic known", "new", *[None] * (100 if comm.rank else 3)]
             works = [hvd.start_allreduce([np.ones(2)], [np.ones(2)], each) for each in names]
             works[comm.rank % 2].wait()
@@ -482,9 +482,9 @@ def test_elastic_run_where_one_rank_alone_raises(comm: Any, others: str) -> None
         elif others == "joined" and comm.rank == 0:
             hvd.start_join(blocking=True).wait()
         elif others == "caught":
-            for again in range(3):
+            for attempt in range(3):
                 with pytest.raises(MismatchError, match=rf"rank {last} has gone back to the last commit"):
-                    reduced(np.ones(2), f"elastic alone {again}")
+                    reduced(np.ones(2), f"elastic alone {attempt}")
 
     @hvd.elastic.run
     def train(state: Any) -> str:
@@ -493,9 +493,9 @@ def test_elastic_run_where_one_rank_alone_raises(comm: Any, others: str) -> None
             if len(calls) == 1 and len(state.sums) == 2:
                 wait()
             mine = np.full(2, comm.rank + 1.0 + len(state.sums))
-            found = reduced(mine, op=hvd.Sum)
-            np.testing.assert_array_equal(found, reduced(mine, "elastic known", op=hvd.Sum))
-            state.sums.append(float(found[0]))
+            total = reduced(mine, op=hvd.Sum)
+            np.testing.assert_array_equal(total, reduced(mine, "elastic known", op=hvd.Sum))
+            state.sums.append(float(total[0]))
             if len(state.sums) == 1:
                 state.commit()
         return "done"

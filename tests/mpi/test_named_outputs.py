@@ -1,4 +1,4 @@
-"""Results of named operations that do not fit, works that are never waited for, and ranks that disagree late."""
+"""Named operations with outputs that do not fit, works without a wait, and late disagreements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_an_output_that_does_not_fit_is_refused_at_once(comm: Any, case: str) -> None:
-    """Fused with others it was written to as if it did; alone, it put the ranks out of step."""
+    """Fused with others it was written as if it fitted; alone, it put the ranks out of step."""
     match, make = BAD[case]
     calls = [
         lambda out: hvd.start_allreduce([X], [out], "a", op=hvd.Sum),
@@ -51,8 +51,8 @@ def test_an_output_that_does_not_fit_is_refused_at_once(comm: Any, case: str) ->
         call(X.copy()).wait()
 
 
-def test_what_nobody_waits_for_is_kept_until_it_is_done(comm: Any) -> None:
-    """Arrays that only the operation knows are not freed, and not used again, before it has run."""
+def test_an_operation_without_a_wait_keeps_its_arrays(comm: Any) -> None:
+    """Arrays that only the operation references are neither freed nor reused before it has run."""
     rank, size = comm.rank, comm.size
     for step in range(2 * size):
         works = []
@@ -73,7 +73,7 @@ def test_what_nobody_waits_for_is_kept_until_it_is_done(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("what", ["shape", "dtype", "op", "root", "verb", "number of tensors", "prescale_factor"])
 def test_ranks_that_disagree_late(comm: Any, what: str) -> None:
-    """The name is remembered by a bit, and asked for among others; each rank in turn asks for something else."""
+    """The name has a bit, and is requested among others; each rank in turn requests something else."""
 
     def start(odd: bool) -> Any:
         dtype = "f4" if odd and what == "dtype" else "f8"
@@ -87,13 +87,13 @@ def test_ranks_that_disagree_late(comm: Any, what: str) -> None:
         op = hvd.Max if odd and what == "op" else hvd.Sum
         return hvd.start_allreduce(xs, [x.copy() for x in xs], "late", op=op, prescale_factor=scale)
 
-    for who in range(comm.size):
+    for odd_rank in range(comm.size):
         for call in range(30):
             odd = call in (20, 21)
             works = []
             for number in range(6):
                 if number == 3:
-                    late = start(odd and comm.rank == who)
+                    late = start(odd and comm.rank == odd_rank)
                 x = np.full(5, float(number))
                 works.append(hvd.start_allreduce([x], [np.empty(5)], f"other {number}", op=hvd.Sum))
             if odd:

@@ -27,14 +27,14 @@ def test_native_in_pieces(comm):
 
 
 @pairs(REFUSED)
-def test_what_mpi_would_round_more_than_once_is_refused(comm, dtype, op):
+def test_dtypes_that_mpi_would_round_repeatedly_are_refused(comm, dtype, op):
     with pytest.raises(UsageError, match=f"'native': MPI cannot reduce {dtype} by {op} without losing digits"):
         comm.all_reduce(values(dtype, 3, 0), op, algorithm="native")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "complex128"])
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "native"])
-def test_the_same_as_mpi(comm, dtype, algorithm):
+def test_results_match_mpi(comm, dtype, algorithm):
     for count in (1, 1000, 200_000):
         x = values(dtype, count, comm.rank)
         expected = np.empty_like(x)

@@ -1,4 +1,4 @@
-"""Messages that are set up once, and given up on the way."""
+"""Persistent messages: set up once, and abandoned in flight."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def give_up() -> None:
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("count", [10, 1_000_000])
-def test_what_was_given_up_writes_nothing_any_more(comm: Any, count: int) -> None:
-    """A message that came late was written into memory that had been freed: Open MPI crashed at the end of the job."""
+def test_an_abandoned_message_writes_nothing(comm: Any, count: int) -> None:
+    """A late message was written into freed memory: Open MPI crashed at the end of the job."""
     transport = comm.group.transport.split(0, comm.rank)
     if comm.rank == 0:
         landing, outgoing = np.zeros(count, np.uint8), np.zeros(4, np.uint8)

@@ -1,4 +1,4 @@
-"""Schedules of pipelines over MPI: every one in the table, random ones, messages that grow, several at a time."""
+"""Schedules of pipelines over MPI: every one in the table, random ones, growing messages, several pipelines at once."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_every_schedule(comm: Any, name: str) -> None:
             pipe.train()
         assert pipe.runner.peak == simulate(pipe.lowered).peak[comm.rank]
         check(schedule, links, stages, 3)
-        told = pipe.broadcast_results([float(sum(stage.losses.values())) for stage in stages.values()][-1:])
-        assert told == [sum(expected(links, schedule.stages, range(microbatches))[0].values())]
+        losses = pipe.broadcast_results([float(sum(stage.losses.values())) for stage in stages.values()][-1:])
+        assert losses == [sum(expected(links, schedule.stages, range(microbatches))[0].values())]
         pipe.close()
 
 
@@ -53,7 +53,7 @@ def test_random_schedules(comm: Any) -> None:
 
 
 def test_two_pipelines_in_turn(comm: Any) -> None:
-    """Each has channels of its own, so neither meets the other's messages."""
+    """Each has channels of its own, so neither receives the other's messages."""
     schedule = make("1f1b", comm.size, 4)
     links = chain(comm.size)
     pairs = [start(comm, schedule, links) for _ in range(2)]
@@ -66,7 +66,7 @@ def test_two_pipelines_in_turn(comm: Any) -> None:
 
 
 def test_long_messages(comm: Any) -> None:
-    """From bytes to megabytes, and back: of 64 KiB and more between nodes a message needs its receiver's help."""
+    """From bytes to megabytes, and back: between nodes, a message of 64 KiB or more needs its receiver's help."""
 
     def inputs(microbatch: int) -> Any:
         return np.full((1, 3, 1 << 16, 1 << 19)[microbatch % 4], 1.0 + microbatch)
@@ -86,7 +86,7 @@ def test_long_messages(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_ask_for_different_schedules(comm: Any) -> None:
+def test_ranks_that_request_different_schedules(comm: Any) -> None:
     schedule = make("gpipe" if comm.rank == 0 else "1f1b", comm.size, 4)
     with pytest.raises(MismatchError, match=r"gpipe.* on rank 0 but .*1f1b"):
         start(comm, schedule, chain(comm.size))

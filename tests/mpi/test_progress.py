@@ -1,4 +1,4 @@
-"""Messages move while a rank waits in shared memory, whatever lies about unreceived."""
+"""Progress of messages while a rank waits in shared memory, whatever remains unreceived."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ pytestmark = pytest.mark.any_ranks
 
 
 @pytest.mark.ranks(min=2)
-def test_a_message_that_nobody_receives_stops_no_other(comm):
-    """A probe that finds a message at once moves nothing: a large send of the user's waited for a rank that waited."""
+def test_an_unreceived_message_blocks_no_other(comm):
+    """A probe that finds a message at once makes no progress: a user's large send to a waiting rank hung."""
     group, world = comm.split(0), MPI.COMM_WORLD.Dup()
     group.barrier()
     if comm.rank == 1:
-        left = group.send_async(np.ones(3), 0, tag=99)  # lies on rank 0, in the group's own communicator
+        unreceived = group.send_async(np.ones(3), 0, tag=99)  # remains on rank 0, in the group's own communicator
     if comm.rank == 0:
         while not group.native.Iprobe(source=1):
             time.sleep(0.01)
         receiving = world.Irecv(into := np.zeros(200_000), 1)
-        group.barrier()  # waits for rank 1 on the board, and must move the message meanwhile
+        group.barrier()  # waits for rank 1 on the board, and must progress the message meanwhile
         receiving.Wait()
         assert (into == 7).all()
         assert (group.recv(np.zeros(3), 1, tag=99) == 1).all()
@@ -30,7 +30,7 @@ def test_a_message_that_nobody_receives_stops_no_other(comm):
         time.sleep(0.2)
         world.Send(np.full(200_000, 7.0), 0)
         group.barrier()
-        left.wait()
+        unreceived.wait()
     else:
         group.barrier()
     world.Free()

@@ -31,8 +31,8 @@ def test_all_reduce_of_symmetric_arrays(comm, dtype, op):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("count", [200_003, 4 * TILE_BYTES])
-def test_large_buffers_are_right_in_both_directions(comm, dtype, count):
-    """A share of several tiles is swept forth and back, by turns; the last tile is a short one or a whole one."""
+def test_large_buffers_are_correct_in_both_directions(comm, dtype, count):
+    """A share of several tiles is swept forwards and backwards in turn; the last tile is a short one or a whole one."""
     dtype = numpy_dtype(dtype)
     x, out = comm.empty(count, dtype), comm.empty(count, dtype)
     pattern = (np.arange(count) % 13).astype(dtype)
@@ -46,7 +46,7 @@ def test_large_buffers_are_right_in_both_directions(comm, dtype, count):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_empty_is_zeroed_aligned_and_of_the_shape_asked_for(comm, dtype):
+def test_empty_is_zeroed_aligned_and_of_the_requested_shape(comm, dtype):
     for shape in ((), (0,), 5, (3, 0, 2), (64, 3)):
         x = comm.empty(shape, dtype)
         assert x.shape == ((shape,) if isinstance(shape, int) else shape)
@@ -59,7 +59,7 @@ def test_negative_shapes_are_refused(comm):
         comm.empty((3, -1))
 
 
-def test_memory_is_written_by_its_owner_only(comm):
+def test_only_the_owner_writes_its_memory(comm):
     x = comm.empty(10_000)
     x[:] = comm.rank
     comm.barrier()
@@ -91,7 +91,7 @@ def test_a_view_keeps_the_memory_alive(comm):
     assert (view == sum(range(comm.size))).all()
 
 
-def test_memory_is_given_back_once_all_ranks_have_dropped_it(comm):
+def test_memory_is_freed_once_all_ranks_have_dropped_it(comm):
     def segments():
         return len(comm.group.symmetric)
 
@@ -99,11 +99,11 @@ def test_memory_is_given_back_once_all_ranks_have_dropped_it(comm):
     gc.collect()
     comm.empty(1)
     before = segments()
-    kept = comm.empty(5000) if comm.rank == comm.size - 1 else comm.empty(5000)[:0].copy()
+    last_array = comm.empty(5000) if comm.rank == comm.size - 1 else comm.empty(5000)[:0].copy()
     gc.collect()
     comm.empty(1)
     assert segments() == before + 1  # the last rank still has it
-    del kept
+    del last_array
     gc.collect()
     comm.empty(1)
     assert segments() == before
@@ -153,7 +153,7 @@ def test_all_ranks_help_to_broadcast(comm, dtype, count):
 
 
 @pytest.mark.ranks(min=2)
-def test_groups_have_symmetric_memory_of_their_own(comm):
+def test_each_group_has_its_own_symmetric_memory(comm):
     group = comm.split(comm.rank % 2)
     x = group.empty(5000)
     x[:] = comm.rank

@@ -1,4 +1,4 @@
-"""Measuring over MPI makes a table that choices are made by."""
+"""Measurements over MPI: they yield a table of choices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.any_ranks]
 
 
 @pytest.mark.ranks(min=2)
-def test_a_measured_table_is_chosen_by(comm, tmp_path):
+def test_a_measured_table_determines_choices(comm, tmp_path):
     table = measure(comm, 0.2)
     assert len(set(comm.all_gather_object(Tuning(table=table).to_bytes()))) == 1  # all ranks have the same
 

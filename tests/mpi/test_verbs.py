@@ -110,8 +110,8 @@ def test_any_shape_root_and_split(comm, shape, case, numbers):
     checks.all_to_all_v(comm, dtype, [numbers[a * size : (a + 1) * size] for a in range(size)], shape[1:])
 
 
-def test_user_traffic_never_collides(comm):
-    """The same tags, peers and order on MPI.COMM_WORLD, under way while commlib works."""
+def test_user_messages_never_collide(comm):
+    """The same tags, peers and order on MPI.COMM_WORLD, in flight while commlib works."""
     import numpy as np
 
     world, size = MPI.COMM_WORLD, comm.size

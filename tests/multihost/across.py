@@ -1,6 +1,6 @@
 """Checks that hold wherever the ranks are, run by all of them on several layouts of hosts; test_hosts.py starts it.
 
-Not called test_*.py, because on one host there is nothing here to test.
+Not called test_*.py, because on one host there is nothing to test here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.oracles.oracle import assert_same, combined
 
 LAYOUT = [int(ranks) for ranks in os.environ["RANKS_PER_HOST"].split(",")]
 
-# From each rank's number among those of its host, a communicator: (world, local rank) -> group. All ranks are in one.
+# From each rank's number on its host, a communicator: (world, local rank) -> group. All ranks are in one.
 GROUPS = {
     "world": lambda world, local: world,
     "hosts in turn": lambda world, local: world.split(0, local),
@@ -47,10 +47,10 @@ def group(comm, names, request):
     return GROUPS[request.param](comm, names[: comm.rank].count(names[comm.rank]))
 
 
-# Where the ranks are
+# Locations of ranks
 
 
-def test_the_ranks_are_where_they_should_be(names):
+def test_the_ranks_are_on_the_expected_hosts(names):
     assert names == [f"h{host}" for host, ranks in enumerate(LAYOUT) for _ in range(ranks)]
 
 
@@ -61,7 +61,7 @@ def test_node(comm, names):
     assert comm.node() is node
 
 
-def test_a_groups_node_is_its_own_ranks_of_this_host(group, names):
+def test_a_groups_node_contains_its_ranks_on_this_host(group, names):
     hosts = group.all_gather_object(names[MPI.COMM_WORLD.rank])
     assert group.one_node == (len(set(hosts)) == 1)
     expected = [rank for rank, host in enumerate(hosts) if host == hosts[group.rank]]
@@ -72,14 +72,14 @@ def bytes_sent():
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
-def test_what_ranks_send_each_other_crosses_the_links(comm, names):
-    """However it is done, the sum needs all but one host to send their part, and as many to be sent the result."""
+def test_data_between_hosts_crosses_the_links(comm, names):
+    """With any algorithm, all hosts but one must send their part of the sum, and as many must get the result."""
     x = np.ones(1 << 20, np.float32)
     before = bytes_sent()
     comm.all_reduce(x, out=x)
     comm.barrier()
-    sent = dict(comm.all_gather_object((names[comm.rank], bytes_sent() - before)))
-    assert all(sent.values()) and sum(sent.values()) >= 2 * (len(LAYOUT) - 1) * x.nbytes
+    bytes_by_host = dict(comm.all_gather_object((names[comm.rank], bytes_sent() - before)))
+    assert all(bytes_by_host.values()) and sum(bytes_by_host.values()) >= 2 * (len(LAYOUT) - 1) * x.nbytes
 
 
 def test_within_a_host_nothing_crosses_the_links(comm):
@@ -140,14 +140,14 @@ def test_symmetric_arrays(group, dtype, op):
         assert group.all_reduce_async(x, op, out=x).wait() is x
         assert_same(x, combined(xs, op))
         if count:
-            plan = group.plan_all_reduce(x[1:], "max", out=x[1:])  # equal everywhere by now, so it stays as it is
+            plan = group.plan_all_reduce(x[1:], "max", out=x[1:])  # equal everywhere by now, so it stays the same
             plan()
             plan.start().wait()
             assert_same(x, combined(xs, op))
 
 
 def test_results_are_the_same_on_all_ranks_to_the_last_bit(group):
-    """Of numbers whose sum depends on the order."""
+    """For numbers whose sum depends on the order."""
     for dtype in ("float32", "float64"):
         for count in (3, 5000, 50_000):
             x = np.random.default_rng(group.rank).normal(size=count).astype(dtype)
@@ -185,16 +185,16 @@ def test_only_compressed_bytes_cross_the_links(comm, names, name):
         before = bytes_sent()
         reduction()
         comm.barrier()
-        sent = dict(comm.all_gather_object((names[comm.rank], bytes_sent() - before)))
+        bytes_by_host = dict(comm.all_gather_object((names[comm.rank], bytes_sent() - before)))
         assert len(set(comm.all_gather_object(array.tobytes()))) == 1
         assert (array[flags:] > 0).tolist() == [True, False, True, False, False, False, False, False]
-        if name in ("bf16", "int8") and step == 0:  # later steps have the residuals of earlier ones in them
+        if name in ("bf16", "int8") and step == 0:  # later steps include the residuals of earlier ones
             # Encoded twice: two halves of a unit of the greatest (int8) or of each (bf16) of up to 5 hosts' sums.
             error = np.abs(array[:flags] - mean).max()
             assert error < (np.abs(array[:flags]).max() + 5) * (1 / 127 if name == "int8" else 2**-8)
     least = 2 * (len(LAYOUT) - 1) * 4 * flags  # float32, over all hosts
     share = {"bf16": 0.5, "int8": 0.26, "topk:ratio=0.01": 0.04, "powersgd:rank=4": 0.03}[name]
-    assert 0 < sum(sent.values()) < (share + 0.02) * 1.1 * least  # headers of packets and acknowledgements
+    assert 0 < sum(bytes_by_host.values()) < (share + 0.02) * 1.1 * least  # headers of packets and acknowledgements
     assert 0 <= sum(comm.all_gather_object(reduction.sent_bytes)) < (share + 0.02) * least
 
 
@@ -223,9 +223,9 @@ def test_named_operations_in_any_order(comm, names):
     peers = [rank for rank, name in enumerate(names) if names[:rank].count(name) == local]
     assert hvd.cross_rank() == peers.index(comm.rank)
     arrays = {f"t{n}": np.full(1 + 97 * n, float(comm.rank + n)) for n in range(40)}
-    for again in range(3):
+    for round_number in range(3):
         order = list(arrays)
-        random.Random(10 * again + comm.rank).shuffle(order)
+        random.Random(10 * round_number + comm.rank).shuffle(order)
         works = [hvd.start_allreduce([arrays[name]], [arrays[name].copy()], name, op=hvd.Sum) for name in order]
         for name, work in zip(order, works, strict=True):
             assert (work.wait()[0] == sum(range(comm.size)) + comm.size * int(name[1:])).all()

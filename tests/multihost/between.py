@@ -1,6 +1,6 @@
 """Checks that hold between hosts in every layout, run by all ranks on one of them; test_hosts.py starts it.
 
-Not called test_*.py, because on one host tests/mpi says the same.
+Not called test_*.py, because on one host tests/mpi tests the same.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_movement(comm, dtype):
 
 
 def test_a_mismatch_after_many_calls_names_the_ranks(comm):
-    """Too late to be compared beforehand: found once the ranks have waited for each other."""
+    """Too late to be compared in advance: it is found once the ranks have waited for each other."""
     group, last = comm.split(0), comm.size - 1
     for _ in range(80):
         group.barrier()
@@ -59,10 +59,10 @@ def test_a_mismatch_after_many_calls_names_the_ranks(comm):
     text = str(caught.value)
     assert f"rank {comm.rank}: all_reduce of 3 x float64" in text and "op=max" in text and "op=sum" in text
     assert comm.rank == last or f"rank {last}: " in text
-    checks.all_reduce(comm, "float32", (3000,))  # other groups do not suffer
+    checks.all_reduce(comm, "float32", (3000,))  # other groups are not affected
 
 
-def test_a_rank_on_another_host_that_comes_late_is_waited_for(comm):
+def test_a_late_rank_on_another_host_is_waited_for(comm):
     work = comm.barrier_async() if comm.rank < comm.size - 1 else None
     if work is not None:
         with pytest.raises(StallError, match=r"barrier: not done after 1.5 s"):

@@ -1,4 +1,4 @@
-"""Set-up for tests on emulated hosts; all are skipped where hosts cannot be made, and say why."""
+"""Set-up for tests on emulated hosts; all are skipped, with the reason, where hosts cannot be created."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rights() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def launch_environment(rights: None) -> Iterator[None]:
-    """What ci/env.sh adds, so that plain `pytest tests/multihost` works too, and the checkout's packages."""
+    """Return the additions of ci/env.sh, so that plain `pytest tests/multihost` works too, and the checkout's path."""
     command = 'source "$0" && env -0'
     done = subprocess.run(["bash", "-c", command, str(ROOT / "ci/env.sh")], check=True, capture_output=True, text=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -31,7 +31,7 @@ def launch_environment(rights: None) -> Iterator[None]:
             patch.setenv(name, value)
         for path in (ROOT / "adapters", ROOT):
             patch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
-        # Unbuffered, print writes a line and its end apart, and those of two ranks mix.
+        # Unbuffered, print writes a line and its newline separately, and those of two ranks mix.
         patch.delenv("PYTHONUNBUFFERED", raising=False)
         patch.chdir(ROOT)
         yield

@@ -1,6 +1,6 @@
-"""Divided layers and sequences on axes within and between hosts, in both frameworks; test_hosts.py starts it.
+"""Sharded layers and sequences on axes within and between hosts, in both frameworks; test_hosts.py starts it.
 
-Not called test_*.py, because on one host the tests of the adapters say the same.
+Not called test_*.py, because on one host the adapters' tests check the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.tensorflow_adapter.tensor_oracle import alone, in_float64, near, same
 from tests.torch_adapter import test_tensor_context as torch_context
 from tests.torch_adapter.dividing import assert_same_gradients, check, pair, random
 
-__all__ = ["in_float64"]  # which pytest uses
+__all__ = ["in_float64"]  # used by pytest
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -36,7 +36,7 @@ ALONG: Any = {"up": Column(sequence=1), "down": Row(sequence=1)}
 
 @pytest.fixture(params=["within", "between"])
 def mesh(comm: Communicator, request: Any) -> Mesh:
-    """Axes of 2 x 2: tp on a host and dp between hosts, or the other way round. Of others, tp has all ranks."""
+    """Axes of 2 x 2: tp on a host and dp between hosts, or the other way round. In other layouts, tp has all ranks."""
     if comm.size % 2:
         return Mesh(dp=1, tp=-1)
     return Mesh(dp=-1, tp=2) if request.param == "within" else Mesh(tp=2, dp=-1)
@@ -56,9 +56,9 @@ def test_torch_layers(comm: Communicator, mesh: Mesh) -> None:
     """Between hosts the gradient of an input is reduced while that of the weight is computed."""
     x = random(2, 5, 6)
     for axis in (mesh["tp"], comm):
-        found = pair(axis, MLP, PLAN)
-        assert found.divided.up.axis.overlaps or axis.one_node
-        check(axis, found, x)
+        models = pair(axis, MLP, PLAN)
+        assert models.divided.up.axis.overlaps or axis.one_node
+        check(axis, models, x)
         along = pair(axis, MLP, ALONG)
         own = x.tensor_split(axis.size, 1)[axis.rank].clone().requires_grad_()
         along.divided(own).pow(2).sum().backward()
@@ -84,10 +84,10 @@ def test_torch_replicas(mesh: Mesh) -> None:
 
 
 def test_torch_codec(comm: Communicator) -> None:
-    found = pair(comm, MLP, PLAN)
-    divided = parallelize(copy.deepcopy(found.plain), comm, PLAN, codec="bf16")
+    models = pair(comm, MLP, PLAN)
+    divided = parallelize(copy.deepcopy(models.plain), comm, PLAN, codec="bf16")
     x = random(5, 6)
-    expected = found.plain(x)
+    expected = models.plain(x)
     assert (divided(x) - expected).abs().max() <= 0.03 * expected.abs().max()
 
 
@@ -134,7 +134,7 @@ def test_keras_codec(comm: Communicator, in_float64: None) -> None:
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_sequences(comm: Communicator, method: str) -> None:
-    """Of odd length, causal, packed; the ring's exchanges run beside computing."""
+    """Of odd length, causal, packed; the ring's exchanges overlap with computing."""
     for documents in (None, (0, 5, 6, 11)):
         whole = [torch_context.drawn(4, 11, 6, seed) for seed in (1, 2, 3)]
         torch_context.compare(comm, (whole[0], whole[1], whole[2]), documents=documents, method=method)

@@ -18,36 +18,36 @@ def gpu() -> Gpu:
 
 
 @pytest.fixture
-def there(comm, gpu):
+def on_device(comm, gpu):
     races = standin.ENGINE.races
     yield OnDevice(comm, gpu)
     assert standin.ENGINE.races == races and not standin.VIOLATIONS
 
 
 @pytest.mark.parametrize("dtype, op", [("float32", "sum"), ("bfloat16", "mean"), ("int8", "mean"), ("bool", "max")])
-def test_all_reduce(there, dtype, op):
+def test_all_reduce(on_device, dtype, op):
     for shape in ((), (0,), (5, 3), (3000,), (300_001,)):
-        checks.all_reduce(there, dtype, shape, op)
-    checks.all_reduce(there, dtype, (3000,), op, "hierarchical")
+        checks.all_reduce(on_device, dtype, shape, op)
+    checks.all_reduce(on_device, dtype, (3000,), op, "hierarchical")
 
 
 @pytest.mark.parametrize("dtype, op", [("float32", "sum"), ("bfloat16", "mean"), ("int8", "mean"), ("bool", "max")])
-def test_reduce_scatter(there, dtype, op):
+def test_reduce_scatter(on_device, dtype, op):
     for shape in ((0, 3), (5, 3), (100_001, 3)):
-        checks.reduce_scatter(there, dtype, shape, op)
-    checks.reduce_scatter(there, dtype, (3000,), op, "hierarchical")
+        checks.reduce_scatter(on_device, dtype, shape, op)
+    checks.reduce_scatter(on_device, dtype, (3000,), op, "hierarchical")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "complex128"])
-def test_movement(there, dtype):
+def test_movement(on_device, dtype):
     for shape in ((), (0,), (5, 3), (100_001,)):
-        for root in range(there.size):
-            checks.broadcast(there, dtype, shape, root)
-        checks.all_gather(there, dtype, shape)
+        for root in range(on_device.size):
+            checks.broadcast(on_device, dtype, shape, root)
+        checks.all_gather(on_device, dtype, shape)
     for part in ((0,), (5, 3), (20_001,)):
-        checks.all_to_all(there, dtype, part)
+        checks.all_to_all(on_device, dtype, part)
     for verb in (checks.broadcast, checks.all_gather, checks.all_to_all):
-        verb(there, dtype, (3000,), algorithm="hierarchical")
+        verb(on_device, dtype, (3000,), algorithm="hierarchical")
 
 
 def test_async_twins(comm, gpu):
@@ -55,7 +55,7 @@ def test_async_twins(comm, gpu):
 
 
 def test_the_bytes_that_leave_the_gpus(comm, gpu, monkeypatch):
-    """Each rank of a node sends its share of what the node has combined, and no more."""
+    """Each rank of a node sends its share of the node's sum, and no more."""
     copied, copy = [], gpu.device.copy
 
     def counting(target, source):
@@ -69,13 +69,13 @@ def test_the_bytes_that_leave_the_gpus(comm, gpu, monkeypatch):
     monkeypatch.setattr(gpu.device, "copy", counting)
     result = comm.all_reduce(x)
     comm.barrier()
-    there = sum(copied)
+    on_device = sum(copied)
     monkeypatch.undo()
     np.testing.assert_array_equal(gpu.fetch(result), comm.size * (comm.size + 1) / 2)
     whole, rails = 4 * 300_000, comm.group.topology.rails
     on_rail = comm.group.hierarchy.place < rails
-    assert abs(there - 2 * whole / rails * on_rail) <= 64  # out, and in again
+    assert abs(on_device - 2 * whole / rails * on_rail) <= 64  # out, and in again
 
 
-def test_every_other_verb(there):
-    checks.every_verb(there)
+def test_all_other_verbs(on_device):
+    checks.every_verb(on_device)

@@ -1,4 +1,4 @@
-"""Emulated hosts leave nothing behind, however their script ends; and two scripts do not meet."""
+"""Clean-up of emulated hosts: nothing is left behind, however the script ends; and two scripts do not collide."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ READY = "import time; print('running', flush=True); time.sleep({})"
 
 
 def marked(mark):
-    """The processes that inherited an environment with this mark: all that the script started, wherever they are."""
-    found = []
+    """Return the processes that inherited an environment with this mark: all that the script started, anywhere."""
+    command_lines = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80])
+                command_lines.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80])
         except OSError:  # it has ended
             pass
-    return found
+    return command_lines
 
 
 class World:
-    """Namespaces in which nothing else makes mounts, links or shared memory: a script that starts there is to leave
-    them as they were."""
+    """Namespaces in which nothing else makes mounts, links or shared memory: a script that starts there must leave them
+    unchanged.
+    """
 
     def __init__(self, folder):
         self.folder = folder
@@ -50,7 +51,7 @@ class World:
         return ["nsenter", f"--target={self.process.pid}", "--mount", "--net", "env", "-C", os.getcwd(), *command]
 
     def look(self):
-        """What could be left behind besides processes: namespaces, links, mounts, files."""
+        """Return what could be left behind besides processes: namespaces, links, mounts, files."""
         command = self.inside(["sh", "-c", "ip netns list; ip -brief link; cat /proc/self/mountinfo; ls -A /dev/shm"])
         listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return listing, sorted(self.folder.iterdir())
@@ -69,7 +70,7 @@ class World:
         ) as process:
             try:
                 assert process.stdout is not None and process.stdout.readline() == "running\n"
-                assert len(marked(mark)) >= 6  # itself, the hub, a process that holds each host, mpiexec, ranks
+                assert len(marked(mark)) >= 6  # itself, the hub, one process per host, mpiexec, ranks
                 yield process, mark
             finally:
                 process.kill()
@@ -77,7 +78,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path):
-    """A World that is checked at the end to be as it was at the start."""
+    """A World that must be the same at the end as at the start."""
     it = World(tmp_path)
     try:
         before = it.look()
@@ -87,7 +88,7 @@ def world(tmp_path):
         it.process.communicate()
 
 
-def test_what_is_left_behind_is_seen(tmp_path):
+def test_leftovers_are_detected(tmp_path):
     it = World(tmp_path)
     try:
         looks = [it.look()]
@@ -104,11 +105,11 @@ def test_what_is_left_behind_is_seen(tmp_path):
         it.process.communicate()
 
 
-def assert_gone(mark):
+def assert_processes_end(mark):
     deadline = time.monotonic() + 5
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (remaining := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left == []
+    assert remaining == []
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
@@ -116,25 +117,25 @@ def test_a_signal_to_the_script(world, number, code):
     with world.script("--", sys.executable, "-c", READY.format(60)) as (it, mark):
         it.send_signal(number)
         assert it.wait(10) == code
-        assert_gone(mark)
+        assert_processes_end(mark)
 
 
 def test_a_job_that_fails(world):
     with world.script("--", sys.executable, "-c", READY.format(1) + "; raise SystemExit(3)") as (it, mark):
         assert it.wait(30) not in (0, 124)
-        assert_gone(mark)
+        assert_processes_end(mark)
 
 
 @pytest.mark.any_mpi
-def test_a_job_that_hangs_ignores_signals_and_has_left_its_session(world):
+def test_a_hanging_job_that_ignores_signals_in_its_own_session(world):
     program = "import os, signal; signal.signal(15, signal.SIG_IGN); os.fork() or os.setsid(); " + READY.format(60)
     with world.script("--timeout", "5", "--", sys.executable, "-c", program) as (it, mark):
         assert it.wait(20) == 124
-        assert_gone(mark)
+        assert_processes_end(mark)
         assert "did not end within 5 s" in it.stderr.read()
 
 
-def test_hosts_that_cannot_be_made(monkeypatch, tmp_path):
+def test_hosts_that_cannot_be_created(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(module, "HOST", "echo no luck >&2; exit 1")
     with pytest.raises(HostsError, match="cannot make hosts: no luck"), Hosts(2):
@@ -142,7 +143,7 @@ def test_hosts_that_cannot_be_made(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_that_takes_too_long_takes_the_hosts_along(monkeypatch, tmp_path):
+def test_a_timed_out_job_takes_the_hosts_down(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with Hosts(2) as hosts:
         assert len(list(tmp_path.iterdir())) == 1
@@ -154,15 +155,15 @@ def test_a_job_that_takes_too_long_takes_the_hosts_along(monkeypatch, tmp_path):
             hosts.run(["true"], timeout=5)
 
 
-def test_several_jobs_on_the_same_hosts_and_on_others_of_the_same_name():
+def test_several_jobs_on_the_same_hosts_and_on_others_with_the_same_names():
     program = "import socket; open('/dev/shm/mine', 'x'); print(socket.gethostname())"
     with Hosts(2) as some, Hosts(2) as others:
         for hosts in (some, others):
             done = hosts.run([sys.executable, "-c", program], timeout=240, capture=True)
             assert done.returncode == 0, done.stderr
             assert sorted(done.stdout.split()) == ["h0", "h1"]
-        again = some.run([sys.executable, "-c", program], timeout=240, capture=True)
-        assert again.returncode != 0 and "FileExistsError" in again.stderr  # a host remembers
+        repeated = some.run([sys.executable, "-c", program], timeout=240, capture=True)
+        assert repeated.returncode != 0 and "FileExistsError" in repeated.stderr  # a host remembers
 
 
 @pytest.mark.parametrize(

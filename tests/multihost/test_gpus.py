@@ -6,12 +6,12 @@ import pytest
 
 from tests.multihost.test_hosts import layout, run_tests
 
-# What was written for one host and holds for several, on the late device.
+# Tests written for one host that also hold for several, on the late device.
 SHARED = [
     f"tests/mpi/test_device_{name}"
     for name in (
         "named.py::test_movement",
-        "named.py::test_in_any_order_with_those_of_the_host",
+        "named.py::test_any_order_together_with_host_operations",
         "rows.py::test_any_lengths",
     )
 ]

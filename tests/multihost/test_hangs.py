@@ -1,4 +1,4 @@
-"""A hang between hosts is explained: its folder is all that they share."""
+"""Hangs between hosts: diagnosed through the one folder that hosts share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print("well\\n", end="")
 
 
 def test_a_call_that_one_rank_has_not_made(tmp_path):
-    """Two ranks on each host; who waits for rank 3 by messages alone, or in parts of the call, says so of the call."""
+    """Two ranks on each host; ranks that wait for rank 3 in messages, or in parts of the call, report the call."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     settings = {"COMMLIB_HANG_AFTER": "2", "COMMLIB_HANG_FOLDER": str(tmp_path / "hangs")}
@@ -44,13 +44,15 @@ def test_a_call_that_one_rank_has_not_made(tmp_path):
     assert done.returncode == 0 and done.stdout.count("well") == 4, done.stdout + done.stderr
     (hang,) = find_hangs(tmp_path / "hangs")
     assert hang.ranks() == {0, 1, 2, 3}
-    told = (hang.path / "diagnosis.txt").read_text()
-    assert re.search(r"rank 3 is missing in world.*: all_reduce of 100 x float32.*; it is at .* in skip: ", told), told
+    report = (hang.path / "diagnosis.txt").read_text()
+    assert re.search(r"rank 3 is missing in world.*: all_reduce of 100 x float32.*; it is at .* in skip: ", report), (
+        report
+    )
     assert re.search(
-        r"ranks? .*: waits in world: all_reduce of 100 x float32, .* \(call 2\)\n    at .*program", told
-    ), told
+        r"ranks? .*: waits in world: all_reduce of 100 x float32, .* \(call 2\)\n    at .*program", report
+    ), report
     assert {dump.host for dump in hang.read()} == {"h0", "h1"}
-    assert told.splitlines()[1] in done.stderr
+    assert report.splitlines()[1] in done.stderr
 
 
 ASKING = """
@@ -78,18 +80,18 @@ print("well\\n", end="")
 """
 
 
-def test_a_command_on_one_host_or_on_none_of_them_asks_the_ranks_of_all_hosts(tmp_path):
+def test_the_command_on_one_host_or_none_queries_ranks_on_all_hosts(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(ASKING)
     settings = {"COMMLIB_STALL_WARNING": "1", "COMMLIB_HANG_FOLDER": str(tmp_path / "hangs")}
     with Hosts(2) as hosts:
         done = hosts.run([sys.executable, str(script)], 2, timeout=240, env=settings, capture=True)
     assert done.returncode == 0 and done.stdout.count("well") == 4, done.stdout + done.stderr
-    found = sorted((tmp_path / "hangs").glob("job-*/now-*"))
-    assert [path.name for path in found] == ["now-1", "now-2"]
-    assert all(len(list(path.glob("rank-*.json"))) == 4 for path in found), done.stdout
+    folders = sorted((tmp_path / "hangs").glob("job-*/now-*"))
+    assert [path.name for path in folders] == ["now-1", "now-2"]
+    assert all(len(list(path.glob("rank-*.json"))) == 4 for path in folders), done.stdout
     texts = re.findall(
         r"rank 3 is missing in world.*: all_reduce of 100 x float32.*; it is at .* in ask: ", done.stdout
     )
     assert len(texts) == 2, done.stdout + done.stderr
-    assert re.search(rf"or at once: commlib trace hang --now {found[0].parent}\n", done.stderr), done.stderr
+    assert re.search(rf"or at once: commlib trace hang --now {folders[0].parent}\n", done.stderr), done.stderr

@@ -1,4 +1,4 @@
-"""commlib between hosts: jobs on emulated ones, with links between them and no memory in common."""
+"""commlib between hosts: jobs on emulated ones, with links between them and no shared memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ci.hosts import Hosts
 ACROSS = "tests/multihost/across.py"
 BETWEEN = "tests/multihost/between.py"
 DIVIDED = "tests/multihost/divided.py"
-# What was written for one host and holds for several: order, groups, messages.
+# Tests written for one host that hold for several: order, groups, messages.
 SHARED = [f"tests/mpi/test_{name}.py" for name in ("groups", "messages")]
 MORE_SHARED = [f"tests/mpi/test_{name}.py" for name in ("async", "channel", "mesh", "pipeline")]
-# What does not, as it says itself.
+# Tests that hold on one host only.
 ONE_HOST = ["tests/mpi/test_groups.py::test_node"]
 
 
 def run_tests(ranks_per_host, tests, *, seconds=240, env=None):
-    """Run pytest on ranks on several hosts; fail with what it printed unless all tests passed there."""
+    """Run pytest on ranks on several hosts; fail with its output unless all tests passed there."""
     layout = ",".join(map(str, ranks_per_host))
     command = [sys.executable, "-m", "pytest", "-q", "--color=no", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-p", "tests.plugins.multirank", *(f"--deselect={test}" for test in ONE_HOST), *tests]
@@ -33,9 +33,9 @@ def run_tests(ranks_per_host, tests, *, seconds=240, env=None):
             )
         except subprocess.TimeoutExpired as error:
             pytest.fail(f"not done after {seconds} s\n{error.stdout!s}\n{error.stderr!s}")
-    # A launcher may end well though a rank did not, so what pytest says counts too.
-    said = re.search(r"^(\d+) passed.* in [\d.]+s", done.stdout, re.MULTILINE)
-    if done.returncode != 0 or said is None or "failed" in said[0]:
+    # A launcher may succeed though a rank did not, so pytest's summary counts too.
+    summary = re.search(r"^(\d+) passed.* in [\d.]+s", done.stdout, re.MULTILINE)
+    if done.returncode != 0 or summary is None or "failed" in summary[0]:
         pytest.fail(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
 
 
@@ -69,13 +69,13 @@ def test_order_meshes_pipelines_and_waits():
 
 
 def test_mismatches():
-    """With COMMLIB_CHECK=always the group goes on after each."""
+    """With COMMLIB_CHECK=always the group remains usable after each."""
     run_tests([2, 2], ["tests/mpi/test_mismatch.py"], env={"COMMLIB_CHECK": "always"})
 
 
-@pytest.mark.long  # axes within and between hosts say most of it
+@pytest.mark.long  # axes within and between hosts cover most of it
 @pytest.mark.any_mpi
-def test_divided_layers():
+def test_sharded_layers():
     """On an axis that crosses hosts: there a gradient is reduced while that of the weight is computed."""
     run_tests([1, 1, 1], [f"tests/torch_adapter/test_tensor_{name}.py" for name in ("moves", "linear")])
 
@@ -85,7 +85,7 @@ def test_divided_layers():
     "ranks_per_host", [layout(2, 2), *(layout(*each, marks=pytest.mark.long) for each in [(2, 1), (1, 1)])]
 )
 def test_experts(ranks_per_host):
-    """Tokens go to each host once, or to each rank where hosts differ; encoded if that is asked for."""
+    """Tokens go to each host once, or to each rank where hosts differ; encoded on request."""
     moe = "tests/torch_adapter/test_moe.py::test_equals_one_rank"
     run_tests(ranks_per_host, ["tests/mpi/test_experts.py", moe])
 
@@ -107,7 +107,7 @@ def test_axes_within_and_between_hosts(ranks_per_host, which):
     run_tests(ranks_per_host, [DIVIDED, "-k", which], seconds=400, env=env)
 
 
-# How jobs end
+# Ends of jobs
 
 HEAD = """
 import os, signal, sys, time
@@ -153,13 +153,13 @@ def test_a_rank_on_another_host_that_is_killed_ends_the_job(tmp_path):
     assert done.returncode != 0
 
 
-def test_a_rank_on_another_host_that_leaves_is_named(tmp_path):
+def test_a_rank_on_another_host_that_exits_is_named(tmp_path):
     done = end(tmp_path, "if comm.rank == 3:\n    sys.exit()\ncomm.all_reduce(x)\n")
     assert done.returncode != 0
     assert re.search(r"PeerError: .*rank 3 has shut commlib down or left the program", done.stderr)
 
 
-def test_a_rank_on_another_host_that_does_not_come_ends_the_others_wait(tmp_path):
+def test_a_missing_rank_on_another_host_ends_the_others_wait(tmp_path):
     program = "if comm.rank == 3:\n    time.sleep(60)\ncomm.all_reduce(x)\n"
     done = end(tmp_path, program, env={"COMMLIB_TIMEOUT": "2"})
     assert done.returncode != 0

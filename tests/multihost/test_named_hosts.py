@@ -1,4 +1,4 @@
-"""Named operations between hosts: whoever left, or has given up, is named in words of the user's operations."""
+"""Named operations between hosts: a rank that exited or gave up is named in the terms of the user's operations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if hvd.rank() == 3:
     all_reduce = comm.all_reduce
 
     def fail_in_the_operation(x, op="sum", **options):
-        return all_reduce(x, op, **options) if op == "and" else 1 / 0  # "and": what ranks tell each other before
+        return all_reduce(x, op, **options) if op == "and" else 1 / 0  # "and": the earlier exchange between ranks
 
     comm.all_reduce = fail_in_the_operation
 try:
@@ -57,8 +57,10 @@ def test_a_rank_on_another_host_is_named(tmp_path, how, why):
         )
     assert done.returncode == 0, done.stderr
     for rank in range(3):
-        said = rf"PeerError on {rank}: process set 0: allreduce 'a': rank {rank}: waited for a rank that will not come"
-        assert re.search(rf"{said}: (.*; )?rank 3 {why}", done.stdout), done.stdout
+        prefix = (
+            rf"PeerError on {rank}: process set 0: allreduce 'a': rank {rank}: waited for a rank that will not come"
+        )
+        assert re.search(rf"{prefix}: (.*; )?rank 3 {why}", done.stdout), done.stdout
     assert not re.search(r"uint64|op=and|call number|split\d", done.stdout + done.stderr), done.stdout + done.stderr
 
 

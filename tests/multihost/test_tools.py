@@ -1,4 +1,4 @@
-"""The tools that emulate hosts are found where distributions put them."""
+"""Tools that emulate hosts: they are found where distributions put them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from ci.hosts import SBIN, TOOLS, Hosts, missing_rights
 
 
-def test_tools_beside_path(monkeypatch, tmp_path):
+def test_tools_outside_path(monkeypatch, tmp_path):
     """All tests of hosts were skipped where tc is in /usr/sbin and PATH has no such folder, as for users of Debian."""
     folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder not in SBIN]
     monkeypatch.setenv("PATH", os.pathsep.join(folders))
@@ -18,7 +18,7 @@ def test_tools_beside_path(monkeypatch, tmp_path):
     assert (done.returncode, done.stdout.split()) == (0, ["here", "here"]), done.stderr
 
 
-def test_what_is_missing_is_named(monkeypatch, tmp_path):
+def test_missing_tools_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr("ci.hosts.SBIN", ())
     monkeypatch.setenv("PATH", str(tmp_path))
     assert missing_rights() == f"emulated hosts need {', '.join(TOOLS)}, not installed"

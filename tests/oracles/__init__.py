@@ -1,1 +1,1 @@
-"""Oracles: what a result must be, and detectors of memory used after its end."""
+"""Oracles: correct results, and detectors of memory used after its end."""

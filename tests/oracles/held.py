@@ -1,4 +1,4 @@
-"""Held: count what this process holds now and compare it with before, for programs that tests start."""
+"""Held: count the resources of this process and compare them with earlier counts, for programs that tests start."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Held:
 
 
 def held() -> Held:
-    """Return what is held once all that can be dropped has been."""
+    """Return the counts once everything droppable has been dropped."""
     gc.collect()
     return Held(len(os.listdir("/proc/self/fd")), mappings(), threading.active_count())
 
 
 def mappings() -> int:
-    """Return how many pieces of commlib's shared memory are mapped here."""
+    """Return the number of mapped pieces of commlib's shared memory."""
     return sum("commlib-" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def resident_bytes() -> int:
-    """Return how much memory of this process is in the machine's."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Oracle: compute what a collective's result must be, in numpy, to the last bit."""
+"""Oracle: compute a collective's correct result, in numpy, to the last bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def truncated_quotient(total: Any, divisor: int) -> Any:
 
 
 def combined(arrays: Sequence[Any], op: str) -> Any:
-    """Combine arrays in order as commlib promises to: half precision in float32, rounded once; means in 64 bits."""
+    """Combine arrays in order as commlib promises: half precision in float32, rounded once; means in 64 bits."""
     dtype = arrays[0].dtype
     if dtype.kind == "b":
         return np.asarray(reduce(_LOGICAL[op], arrays))

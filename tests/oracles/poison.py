@@ -1,4 +1,4 @@
-"""Poison: overwrite arrays the moment the last reference to them is gone, as malloc may do at any time."""
+"""Poison: overwrite arrays when their last reference is dropped, as malloc may do at any time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 POISON = 0xA5
 
-_pools: list[Any] = []  # never given back, so that a write that comes too late hits nothing else
+_pools: list[Any] = []  # never freed, so that a late write hits nothing else
 
 
 def _spoil(address: int, nbytes: int) -> None:
@@ -18,7 +18,7 @@ def _spoil(address: int, nbytes: int) -> None:
 
 
 def poisoned(values: Any) -> Any:
-    """Return a copy of an array, in memory that is poisoned when the last array over it goes."""
+    """Return a copy of an array, in memory that is poisoned when the last array over it is freed."""
     values = np.ascontiguousarray(values)
     pool = np.empty(max(values.nbytes, 1), np.uint8)
     _pools.append(pool)

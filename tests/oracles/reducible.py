@@ -1,6 +1,6 @@
 """All pairs of dtype and operation, as parameters of a test that runs on several numbers of ranks and MPIs.
 
-Kernels differ by pair, what is around them by the accumulator and the width alone: so only these pairs run again.
+Kernels differ by pair, the code around them by the accumulator and the width only: so only these pairs run again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ AGAIN = (
 )
 
 
-def pairs(given: list[tuple[str, str]] = REDUCIBLE) -> pytest.MarkDecorator:
-    """Return the mark that gives a test `dtype` and `op` of each pair."""
+def pairs(all_pairs: list[tuple[str, str]] = REDUCIBLE) -> pytest.MarkDecorator:
+    """Return the mark that passes a test `dtype` and `op` of each pair."""
     once = (pytest.mark.any_ranks, pytest.mark.any_mpi)
     return pytest.mark.parametrize(
-        "dtype, op", [pytest.param(*pair, marks=() if pair in AGAIN else once) for pair in given]
+        "dtype, op", [pytest.param(*pair, marks=() if pair in AGAIN else once) for pair in all_pairs]
     )

@@ -1,6 +1,6 @@
-"""A pytest plugin that ends a line of dots when it has stood for a while: `-p tests.plugins.moving`.
+"""A pytest plugin that ends a line of dots when it has been idle for a while: `-p tests.plugins.moving`.
 
-Open MPI's launcher passes on whole lines only, so that a suite with few or slow tests looks as if it had stopped.
+Open MPI's launcher passes on whole lines only, so that a suite with few or slow tests would seem to have stopped.
 """
 
 from __future__ import annotations

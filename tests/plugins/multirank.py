@@ -1,12 +1,13 @@
-"""A pytest plugin that makes one test run out of `mpiexec -n N python -m pytest tests/mpi`.
+"""A pytest plugin that makes one test run of `mpiexec -n N python -m pytest tests/mpi`.
 
-Every rank runs every test. After each phase of a test (set-up, call, teardown) the ranks exchange how it went, so that
+Every rank runs every test. After each phase of a test (set-up, call, teardown) the ranks exchange their outcomes, so
+that
 
 - a failure on any rank fails the test on all of them, and rank 0, the only one that prints, shows its traceback;
-- ranks that skip a test, or run another one, while the others do not are told so instead of hanging;
-- a hang ends after `faulthandler_timeout` seconds: the stuck rank prints where it is and ends, and so does the job.
+- ranks that skip a test, or run another one, while the others do not, get an error instead of hanging;
+- a hang ends after `faulthandler_timeout` seconds: the stuck rank prints its traceback and ends, and so does the job.
 
-It speaks through mpi4py on a communicator of its own, so that it works even where commlib does not.
+It uses mpi4py on a communicator of its own, so that it works even where commlib does not.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ from tests.plugins.again import ranks_of
 if TYPE_CHECKING:
     from commlib import Communicator
 
-EXTRA_SECONDS = 10.0  # how much longer a rank waits for the others than they may take: who is stuck must speak first
+EXTRA_SECONDS = 10.0  # how much longer a rank waits for the others than they may take: the stuck rank must report first
 
 
 class Outcome(NamedTuple):
-    """How one phase of a test went on one rank."""
+    """The outcome of one phase of a test on one rank."""
 
     kind: str  # passed, failed, skipped, xfailed, xpassed
-    text: str = ""  # the traceback and what was captured, if it failed; the reason, if it was skipped
+    text: str = ""  # the traceback and the captured output, if it failed; the reason, if it was skipped
     brief: str = ""  # one line for the summary, if it failed
 
 
 class Crash(NamedTuple):
-    """Where pytest's summary looks for its line about a failure."""
+    """The place where pytest's summary looks for its line about a failure."""
 
     message: str
 
 
 class Failure(NamedTuple):
-    """What pytest shows of a failed test: the text once, and one line in the summary.
+    """The report of a failed test: the text once, and one line in the summary.
 
     A plain string would do for both, but where the variable CI is set pytest prints it whole in the summary, too.
     """
@@ -79,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _same_examples_everywhere() -> None:
-    """Let hypothesis draw the same examples on all ranks: none from chance, from a database or from shrinking."""
+    """Make hypothesis draw the same examples on all ranks: no randomness, database or shrinking."""
     from hypothesis import Phase, settings
 
     phases = (Phase.explicit, Phase.generate)
@@ -94,15 +95,15 @@ class MultiRank:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.timeout = float(config.getini("faulthandler_timeout") or 0)
         self.collection_errors: list[str] = []
-        self.agreed = True  # no exchange after the ranks went different ways
-        self.file: Path | None = None  # of the test that runs
-        # pytest redirects descriptor 2 during tests. It does not now, but the copy stays good.
+        self.agreed = True  # no exchange after the ranks diverged
+        self.file: Path | None = None  # of the current test
+        # pytest redirects descriptor 2 during tests. It does not now, but the copy stays valid.
         self.stderr = os.fdopen(os.dup(2), "w")
-        # A rank that dies takes the job with it: mpiexec terminates the others, and they say where they were.
+        # A rank that dies takes the job with it: mpiexec terminates the others, and they print their tracebacks.
         faulthandler.register(signal.SIGTERM, self.stderr, chain=True)
         self.output = sys.stdout
         if self.rank != 0:
-            # The terminal reporter is about to be made and takes what sys.stdout is at that time.
+            # The terminal reporter is about to be created and uses the sys.stdout of that time.
             self.output = sys.stdout = io.StringIO()
 
     # The exchange
@@ -111,28 +112,28 @@ class MultiRank:
         """All-gather `mine`, having checked that all ranks are at the same `place`; end the session if they are not."""
         if self._is_same_everywhere(place, mine):
             return [mine] * self.size
-        there, everyone = zip(*self.comm.allgather((place, mine)), strict=True)
-        if len(set(there)) > 1:
+        places, everyone = zip(*self.comm.allgather((place, mine)), strict=True)
+        if len(set(places)) > 1:
             self.agreed = False
-            self._exit("the ranks went different ways", list(there))
+            self._exit("the ranks went different ways", list(places))
         return list(everyone)
 
     def _is_same_everywhere(self, place: str, mine: Any) -> bool:
-        """Wait for all ranks, without keeping a core busy and without being cut off before the rank that is stuck.
+        """Wait for all ranks, without keeping a core busy and without being cut off before the stuck rank.
 
-        What is the same on all ranks is told by its digest: it mostly is, and there are thousands of exchanges.
+        Equal values are recognised by their digest: they usually are equal, and there are thousands of exchanges.
         """
         self._restart_timer(self.timeout + EXTRA_SECONDS)
-        tell_at = time.monotonic() + self.timeout / 2
+        report_at = time.monotonic() + self.timeout / 2
         digest = hashlib.sha256(repr((place, mine)).encode()).digest()
         digests = bytearray(len(digest) * self.size)
-        everyone_here = self.comm.Iallgather(digest, digests)
-        while not everyone_here.Test():
+        request = self.comm.Iallgather(digest, digests)
+        while not request.Test():
             time.sleep(0.0002)
-            if isinstance(mine, Outcome) and mine.kind == "failed" and time.monotonic() > tell_at:
-                # The others probably hang because of this failure, and the job ends before it could be reported.
+            if isinstance(mine, Outcome) and mine.kind == "failed" and time.monotonic() > report_at:
+                # The others probably hang because of this failure, and the job ends before it can be reported.
                 self._print_now(f"rank {self.rank} failed and still waits for the others:\n{mine.text}")
-                tell_at = float("inf")
+                report_at = float("inf")
         self._restart_timer(self.timeout)
         return digests == digest * self.size
 
@@ -146,7 +147,7 @@ class MultiRank:
     def _print_now(self, text: str) -> None:
         print(text, file=self.stderr, flush=True)
 
-    # What pytest calls, in this order
+    # Hooks of pytest, in this order
 
     def pytest_report_header(self) -> str:
         return f"ranks: {self.size}, {MPI.Get_library_version().split(',')[0].strip()}"
@@ -164,8 +165,8 @@ class MultiRank:
             for mark in item.iter_markers("ranks"):
                 least, most = ranks_of(mark)
                 if not least <= self.size <= (most or self.size):
-                    wanted = f"{least} or more" if most is None else f"{least} to {most}"
-                    item.add_marker(pytest.mark.skip(reason=f"wants {wanted} ranks, there are {self.size}"))
+                    needed = f"{least} or more" if most is None else f"{least} to {most}"
+                    item.add_marker(pytest.mark.skip(reason=f"wants {needed} ranks, there are {self.size}"))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         tests = "\n".join([*self.collection_errors, *(item.nodeid for item in session.items)])
@@ -175,16 +176,16 @@ class MultiRank:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Let tests that collect garbage look at what is of their file alone, not 0.3 s at all that was there before.
+        """Make tests that collect garbage examine only objects of their file, instead of 0.3 s of older ones.
 
-        Here, and not before the fixtures of the file's first test, by which numba or a framework may come.
+        Here, and not before the fixtures of the file's first test, which may import numba or a framework.
         """
         if item.path != self.file:
             self.file = item.path
             gc.collect()
             gc.freeze()
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: xfail has been dealt with
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: xfail has been handled
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         everyone: list[Outcome] = self.exchange(f"{report.when} of {item.nodeid}", _outcome(report))
@@ -235,12 +236,12 @@ def _fail(report: pytest.TestReport, failure: Failure | None) -> None:
 
 
 def _by_rank(texts: list[str]) -> str:
-    """Join one text per rank under headings; equal ones appear once, empty ones not at all."""
+    """Join one text per rank under headings; equal ones appear once, empty ones never."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
     return "\n".join(
-        f"--- {'rank' if len(where) == 1 else 'ranks'} {', '.join(map(str, where))}:\n{text}"
-        for text, where in ranks.items()
+        f"--- {'rank' if len(same_ranks) == 1 else 'ranks'} {', '.join(map(str, same_ranks))}:\n{text}"
+        for text, same_ranks in ranks.items()
         if text
     )

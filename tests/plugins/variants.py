@@ -1,8 +1,8 @@
-"""A pytest plugin that takes some variants of each test with many: `-p tests.plugins.variants --variants=4`.
+"""A pytest plugin that runs some variants of each test with many: `-p tests.plugins.variants --variants=4`.
 
-What CI has time for. They are spread evenly over a test's parameters, the first and the last among them; of one alone
-the test's name says which it is, so that tests of one module take other parameters in turn. They are the same on all
-ranks and in all runs; `ci/test full` takes all.
+As many as CI has time for. They are spread evenly over a test's parameters, the first and the last among them; a single
+one depends on the test's name, so that tests of one module use other parameters in turn. They are the same on all
+ranks and in all runs; `ci/test full` runs all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def spread(count: int, most: int, name: str = "") -> list[int]:
     """Return `most` places among `count`, evenly, from the first to the last; all if there are no more.
 
-    One alone is any of them, as the name says.
+    A single one depends on the name.
     """
     if count <= most:
         return list(range(count))
@@ -29,7 +29,7 @@ def spread(count: int, most: int, name: str = "") -> list[int]:
     return [at * (count - 1) // (most - 1) for at in range(most)]
 
 
-@pytest.hookimpl(trylast=True)  # behind marks: of what is left
+@pytest.hookimpl(trylast=True)  # after marks: of the remaining tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     most = config.getoption("variants")
     if most < 1:
@@ -37,6 +37,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     variants = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         variants[item.nodeid.partition("[")[0]].append(item)
-    kept = {id(every[at]) for name, every in variants.items() for at in spread(len(every), most, name)}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
+    selected = {id(every[at]) for name, every in variants.items() for at in spread(len(every), most, name)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in selected])
+    items[:] = [item for item in items if id(item) in selected]

@@ -1,4 +1,4 @@
-"""Cluster: a Slurm as a user sees it from the login node, in a folder of one test."""
+"""Cluster: a Slurm as a user sees it from the login node, in one test's folder."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Cluster:
         self.folder = folder
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command there; whatever its exit code."""
+        """Run a command on the login node, and return it with any exit code."""
         return self.slurm.run(command, timeout=SECONDS)
 
     def on(self, host: str, text: str) -> str:
-        """Return what a line of a shell prints on a host."""
+        """Return the output of a shell line on a host."""
         command = self.slurm.command(["sh", "-c", text], host)
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
 
     def commlib(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `commlib slurm`, whatever its exit code."""
+        """Run `commlib slurm`, and return it with any exit code."""
         return self.run(sys.executable, "-m", "commlib", "slurm", *arguments)
 
     def program(self, text: str) -> str:
-        """Write a program for the ranks of a job, and return its name, which no other test's program has."""
+        """Write a program for the ranks of a job, and return its name, which is unique among tests."""
         path = self.folder / f"{self.folder.name}.py"
         path.write_text(text)
         return path.name
@@ -56,7 +56,7 @@ class Cluster:
         return from_controller(done.stdout)
 
     def task(self, job: str) -> JobTask:
-        """Return a job that is no array."""
+        """Return the only task of a job that is no array."""
         [task] = self.tasks(job)
         return task
 
@@ -65,11 +65,11 @@ class Cluster:
         self._until(lambda: self.task(job).state == state, f"job {job} did not become {state}", job)
 
     def until_files(self, job: str, *names: str) -> None:
-        """Wait until a job has made these files in the folder."""
+        """Wait until a job has written these files in the folder."""
         self._until(lambda: all((self.folder / name).exists() for name in names), f"{names} did not come", job)
 
     def until_printed(self, job: str, text: str) -> None:
-        """Wait until this stands in a job's output."""
+        """Wait until a job's output contains this."""
         self._until(lambda: text in self.output(job), f"{text!r} was not printed", job)
 
     def ended(self, job: str) -> JobTask:
@@ -91,7 +91,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class LimitedJobs:
-    """Jobs that wait for Slurm's own clock, and the folder that they were submitted from."""
+    """Jobs that wait for Slurm's own clock, and the folder from which they were submitted."""
 
     folder: Path
     signalled: str
@@ -100,6 +100,6 @@ class LimitedJobs:
 
 @cache
 def is_open_mpi() -> bool:
-    """Return whether the MPI beside this Python is Open MPI; MPICH is the other one that is tested."""
-    told = subprocess.run([find_mpiexec(), "--version"], capture_output=True, text=True).stdout
-    return "Open MPI" in told
+    """Return whether the MPI next to this Python is Open MPI; the other tested one is MPICH."""
+    info = subprocess.run([find_mpiexec(), "--version"], capture_output=True, text=True).stdout
+    return "Open MPI" in info

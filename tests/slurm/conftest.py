@@ -1,4 +1,4 @@
-"""A Slurm for the tests of a session: two emulated hosts, a node on each. Skipped where there can be none."""
+"""A Slurm for the tests of a session: two emulated hosts, one node on each. Skipped where that is impossible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rights() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def launch_environment(rights: None) -> Iterator[None]:
-    """What ci/env.sh adds, so that plain `pytest tests/slurm` works too, the checkout's packages and this Python."""
+    """Return the additions of ci/env.sh, so that plain `pytest tests/slurm` works too, and the paths of tests."""
     command = 'source "$0" && env -0'
     done = subprocess.run(["bash", "-c", command, str(ROOT / "ci/env.sh")], check=True, capture_output=True, text=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -36,9 +36,9 @@ def launch_environment(rights: None) -> Iterator[None]:
         for path in (ROOT / "adapters", ROOT):
             patch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
         patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-        patch.delenv("PYTHONUNBUFFERED", raising=False)  # else print writes a line and its end apart
+        patch.delenv("PYTHONUNBUFFERED", raising=False)  # otherwise print writes a line and its newline separately
         patch.delenv("COLUMNS", raising=False)
-        # More ranks than cores: who waits gives its one away.
+        # More ranks than cores: a waiting rank yields its core.
         patch.setenv("OMPI_MCA_mpi_yield_when_idle", "1")
         patch.setenv("OMPI_MCA_mpi_event_tick_rate", "1")
         patch.setenv("COMMLIB_SPINS", "20")
@@ -57,7 +57,7 @@ def slurm(launch_environment: None) -> Iterator[Slurm]:
         yield started
 
 
-# Ranks that end well when they are told to, and badly when nobody does. They make a file when they can be told.
+# Ranks that succeed when they are notified, and fail otherwise. They write a file when they are ready.
 WAITS = """\
 import os, signal, sys, time
 from pathlib import Path
@@ -88,7 +88,7 @@ def limited(
         command = ("--", "python", cluster.program(WAITS))
         signalled = cluster.submit("run", *options, "--signal", "USR1@60", *command)
         too_long = cluster.submit("run", *options, *command)
-    # A limit is a minute at least, but a job that runs may be told to end before: as soon as its ranks can be told.
+    # A limit is at least a minute, but a running job may be ended earlier: as soon as its ranks are ready.
     for job, seconds in (signalled, 60), (too_long, 2):
         cluster.until_files(job, *(f"ready-{job}-{rank}" for rank in range(2)))
         end = f"EndTime={datetime.now() + timedelta(seconds=seconds):%Y-%m-%dT%H:%M:%S}"
@@ -98,14 +98,14 @@ def limited(
 
 @pytest.fixture
 def cluster(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """The Slurm, and a working folder of this test."""
+    """The Slurm, and a working folder for this test."""
     monkeypatch.chdir(tmp_path)
     return Cluster(slurm, tmp_path)
 
 
 @pytest.fixture(scope="session")
 def srun(launch_environment: None) -> str:
-    """What srun --mpi= takes for this MPI."""
+    """The value of srun --mpi= for this MPI."""
     if not is_open_mpi():
         return "pmi2"
     if reason := missing_pmix():

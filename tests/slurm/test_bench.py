@@ -1,4 +1,4 @@
-"""Benchmarks in jobs of Slurm: results come back as files; a sweep that was ended goes on in the next job."""
+"""Benchmarks in Slurm jobs: results are written to files; the next job resumes an interrupted sweep."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def test_a_benchmark_of_a_verb(cluster: Cluster, srun: str) -> None:
     [number, *lines] = done.stdout.splitlines()
     assert any("65536" in line for line in lines), done.stdout
     [record] = (cluster.folder / f"slurm-jobs/{number}").glob("*.json")
-    found = json.loads(record.read_text())
-    text = json.dumps(found)
+    files = json.loads(record.read_text())
+    text = json.dumps(files)
     assert f'"SLURM_JOB_ID": "{number}"' in text and '"h0"' in text and '"h1"' in text
     assert f"results in slurm-jobs/{number}/{record.name}\n" in done.stderr
 
 
-def test_a_sweep_goes_on_in_the_next_job(cluster: Cluster, srun: str) -> None:
+def test_the_next_job_resumes_a_sweep(cluster: Cluster, srun: str) -> None:
     (cluster.folder / "plan.toml").write_text(PLAN)
     results = cluster.folder / "slurm-jobs/plan.jsonl"
     done = cluster.commlib("bench", *JOB, "--wait", "--", "sweep", "plan.toml")
     assert done.returncode == 0, done.stdout + done.stderr
     before = results.read_text()
     assert len(before.splitlines()) > 4
-    kept = before.splitlines(keepends=True)[:-1]
-    results.write_text("".join(kept) + '{"torn')  # as a kill leaves it
+    complete_lines = before.splitlines(keepends=True)[:-1]
+    results.write_text("".join(complete_lines) + '{"torn')  # as a kill leaves it
     done = cluster.commlib("bench", *JOB, "--wait", "--", "sweep", "plan.toml")
     assert done.returncode == 0, done.stdout + done.stderr
     after = results.read_text()
-    assert after.startswith("".join(kept)) and '{"torn' not in after
+    assert after.startswith("".join(complete_lines)) and '{"torn' not in after
     assert len(after.splitlines()) >= len(before.splitlines())

@@ -1,4 +1,4 @@
-"""Jobs under Slurm end: cancelled, by a rank that fails, or asked by a signal, and then they come back."""
+"""Ends of Slurm jobs: cancelled, by a failing rank, or requested by a signal and then requeued."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ print("rank", world.rank, "ends after step", step, flush=True)
 
 @pytest.mark.parametrize("way", [pytest.param("srun", marks=pytest.mark.long), "mpirun"])  # srun: test_preemption.py
 def test_scancel_ends_all_ranks(cluster: Cluster, request: pytest.FixtureRequest, way: str) -> None:
-    """Each rank gets SIGTERM in the middle of a collective; no process is left."""
+    """Each rank gets SIGTERM in the middle of a collective; no process remains."""
     program = cluster.program(BUSY)
     options = ("-N", "2", "--ntasks-per-node", "1", "--mpi", request.getfixturevalue(way))
     job = cluster.submit("run", *options, "--", "python", program)
@@ -81,10 +81,10 @@ def test_a_rank_that_fails_ends_the_job(cluster: Cluster, request: pytest.Fixtur
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_signal_has_all_ranks_save_and_the_job_come_back(
+def test_a_signal_makes_all_ranks_save_and_requeues_the_job(
     cluster: Cluster, request: pytest.FixtureRequest, way: str
 ) -> None:
-    """The signal reaches the batch script only, as --signal=B:USR1@... has it; all ranks leave at the same step."""
+    """The signal reaches the batch script only, as with --signal=B:USR1@...; all ranks exit at the same step."""
     program = cluster.program(STEPS)
     options = ("-N", "2", "--ntasks-per-node", "1", "--signal", "USR1@60", "--requeue")
     job = cluster.submit("run", *options, "--mpi", request.getfixturevalue(way), "--", "python", program)
@@ -101,7 +101,7 @@ def test_a_signal_has_all_ranks_save_and_the_job_come_back(
 
 
 @pytest.mark.any_mpi
-def test_an_array_has_a_code_and_an_output_of_each_task(cluster: Cluster) -> None:
+def test_an_array_has_an_exit_code_and_an_output_per_task(cluster: Cluster) -> None:
     command = ("sh", "-c", 'echo "$0"; exit "$0"', "$SLURM_ARRAY_TASK_ID")
     done = cluster.commlib("run", "--array", "0-3%2", "--mpi", "srun", "--wait", "--", *command)
     assert done.returncode == 3, done.stderr
@@ -113,7 +113,7 @@ def test_an_array_has_a_code_and_an_output_of_each_task(cluster: Cluster) -> Non
 
 
 @pytest.mark.any_mpi
-def test_what_slurm_refuses_is_told(cluster: Cluster) -> None:
+def test_slurms_refusal_is_reported(cluster: Cluster) -> None:
     done = cluster.commlib("run", "--partition", "none", "--submit", "--", "true")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("commlib slurm: sbatch refuses the job: invalid partition specified: none")

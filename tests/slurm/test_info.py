@@ -1,4 +1,4 @@
-"""`commlib info` under srun: what Slurm tells agrees with MPI, over two hosts; with the wrong protocol it is named."""
+"""`commlib info` under srun: Slurm's and MPI's facts agree on two hosts; a wrong protocol is named."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ INFO = ("python", "-m", "commlib", "info")
 def test_ranks_and_the_network(cluster: Cluster, srun: str) -> None:
     done = cluster.run("srun", f"--mpi={srun}", "-N", "2", "--ntasks-per-node=2", *INFO, "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [rank["start"]["local_rank"] for rank in told["ranks"]] == [0, 1, 0, 1]
-    assert [rank["start"]["node"] for rank in told["ranks"]] == [0, 0, 1, 1]
-    assert [(rank["start"]["local_size"], rank["on_node"]) for rank in told["ranks"]] == [(2, 2)] * 4
-    assert told["start"]["command"] == f"srun --mpi={srun}" and told["slurm"] == {
+    info = json.loads(done.stdout)
+    assert [rank["start"]["local_rank"] for rank in info["ranks"]] == [0, 1, 0, 1]
+    assert [rank["start"]["node"] for rank in info["ranks"]] == [0, 0, 1, 1]
+    assert [(rank["start"]["local_size"], rank["on_node"]) for rank in info["ranks"]] == [(2, 2)] * 4
+    assert info["start"]["command"] == f"srun --mpi={srun}" and info["slurm"] == {
         "KillOnBadExit": "0",
         "MpiDefault": "none",
     }
-    assert told["network"]["node"]["ranks"] == [0, 1] and told["network"]["between"]["ranks"] == [0, 2]
-    assert [problem["cure"] for problem in told["problems"] if "kill-on-bad-exit" in problem["cure"]]
+    assert info["network"]["node"]["ranks"] == [0, 1] and info["network"]["between"]["ranks"] == [0, 2]
+    assert [problem["cure"] for problem in info["problems"] if "kill-on-bad-exit" in problem["cure"]]
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Jobs start on two nodes of a Slurm: by srun, and by MPI's own launcher in an allocation; a wrong --mpi is named."""
+"""Starts of jobs on two Slurm nodes: by srun, and by MPI's own launcher in an allocation; a wrong --mpi is named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOUR = [f"rank {rank} of 4 is {rank % 2} of 2 on h{rank // 2}" for rank in range
 
 
 def test_srun_in_a_batch_job(cluster: Cluster, srun: str) -> None:
-    """The library found on the login node says which --mpi it is."""
+    """The library found on the login node determines --mpi."""
     program = cluster.program(MEET)
     done = cluster.commlib("run", "-N", "2", "--ntasks-per-node", "2", "--wait", "--", "python", program)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,12 +33,12 @@ def test_srun_in_a_batch_job(cluster: Cluster, srun: str) -> None:
     assert sorted(line for line in lines if line.startswith("rank")) == FOUR
     assert f"srun --mpi={srun} " in (cluster.folder / f"slurm-jobs/{number}.sh").read_text()
     assert done.stderr.splitlines()[-1].startswith(f"job {number}: COMPLETED on h[0-1]")
-    found = json.loads((cluster.folder / f"slurm-jobs/{number}.json").read_text())
-    assert (found["exit_code"], found["tasks"][0]["nodes"]) == (0, "h[0-1]")
+    protocol = json.loads((cluster.folder / f"slurm-jobs/{number}.json").read_text())
+    assert (protocol["exit_code"], protocol["tasks"][0]["nodes"]) == (0, "h[0-1]")
 
 
 def test_mpirun_in_a_batch_job(cluster: Cluster, mpirun: str) -> None:
-    """As with srun; and an exit code that is not 0 comes back to the login node."""
+    """As with srun; and an exit code that is not 0 is returned to the login node."""
     program = cluster.program(MEET)
     options = ("-N", "2", "--ntasks-per-node", "2", "--mpi", mpirun, "--wait")
     done = cluster.commlib("run", *options, "--", "python", program, "fail")

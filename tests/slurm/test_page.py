@@ -1,4 +1,4 @@
-"""The commands in docs/pages/slurm.md run and print what stands there, and so do the scripts in examples."""
+"""Commands in docs/pages/slurm.md: they print the output shown there, and the scripts in examples run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_page(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("srun", marks=pytest.mark.long), "mpirun"])
-def test_a_script_of_ones_own(cluster: Cluster, request: pytest.FixtureRequest, name: str) -> None:
+def test_a_user_script(cluster: Cluster, request: pytest.FixtureRequest, name: str) -> None:
     request.getfixturevalue(name)
     [hello] = [text for file, text in FILES if file == "hello.py"]
     program = cluster.program(hello)

@@ -1,4 +1,4 @@
-"""`commlib slurm run --wait` ends for a job that Slurm will never start, with the reason and what to do."""
+"""`commlib slurm run --wait`: it ends for a job that Slurm will never start, with the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ pytestmark = pytest.mark.any_mpi
 @pytest.fixture(scope="module")
 def small(slurm):
     """A partition in which a job may have one node, for a minute."""
-    made = ["scontrol", "create", "PartitionName=small", "Nodes=ALL", "MaxNodes=1", "MaxTime=1", "State=UP"]
-    done = slurm.run(made, timeout=60)
+    create = ["scontrol", "create", "PartitionName=small", "Nodes=ALL", "MaxNodes=1", "MaxTime=1", "State=UP"]
+    done = slurm.run(create, timeout=60)
     assert done.returncode == 0, done.stderr
     return "small"
 
 
 def refused(cluster: Cluster, *options: str) -> str:
-    """Submit a job that never starts and wait for it; return what was said, and remove the job."""
+    """Submit a job that never starts and wait for it; return the message, and remove the job."""
     done = cluster.commlib("run", "--wait", *options, "--", "true")
     job = done.stdout.split()[0]
     try:
@@ -31,20 +31,20 @@ def refused(cluster: Cluster, *options: str) -> str:
 
 
 def test_a_partition_too_small(cluster, small):
-    said = refused(cluster, "--nodes", "2", "--time", "1", "--partition", small)
-    assert "(PartitionNodeLimit)" in said and "another --nodes or --partition" in said
-    said = refused(cluster, "--nodes", "1", "--time", "100", "--partition", small)
-    assert "(PartitionTimeLimit)" in said and "less --time" in said
+    message = refused(cluster, "--nodes", "2", "--time", "1", "--partition", small)
+    assert "(PartitionNodeLimit)" in message and "another --nodes or --partition" in message
+    message = refused(cluster, "--nodes", "1", "--time", "100", "--partition", small)
+    assert "(PartitionTimeLimit)" in message and "less --time" in message
 
 
-def test_a_job_that_is_held(cluster):
+def test_a_held_job(cluster):
     assert "(JobHeldUser): it is held. It stays in the queue. `scontrol release JOB`" in refused(
         cluster, "--time", "1", "--sbatch=--hold"
     )
 
 
-def test_a_dependency_that_has_failed(cluster):
+def test_a_failed_dependency(cluster):
     job = cluster.submit("run", "--time", "1", "--", "false")
     assert cluster.ended(job).state == "FAILED"
-    said = refused(cluster, "--time", "1", f"--sbatch=--dependency=afterok:{job}")
-    assert "(DependencyNeverSatisfied): a job that it depends on did not end as required" in said
+    message = refused(cluster, "--time", "1", f"--sbatch=--dependency=afterok:{job}")
+    assert "(DependencyNeverSatisfied): a job that it depends on did not end as required" in message

@@ -1,4 +1,4 @@
-"""Training that Slurm interrupts: it goes on exactly where it was, or saves its state before it is cancelled."""
+"""Training that Slurm interrupts: it resumes exactly where it was, or saves its state before it is cancelled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.slurm.cluster import Cluster
 EXAMPLE = Path(__file__).parents[2] / "examples/cluster/requeue_torch.py"
 STEPS = "500"
 
-# Obeys SIGTERM, too: Slurm sends that before SIGKILL.
+# Handles SIGTERM, too: Slurm sends that before SIGKILL.
 STOPS = """\
 import signal
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_an_interrupted_training_ends_with_the_same_weights(cluster: Cluster, sr
 
 @pytest.mark.parametrize("way", ["srun", pytest.param("mpirun", marks=pytest.mark.long)])
 def test_all_ranks_save_before_a_job_is_cancelled(cluster: Cluster, request: pytest.FixtureRequest, way: str) -> None:
-    """Slurm kills what is left when the script ends, so that waits for the ranks."""
+    """Slurm kills the remaining processes when the script ends, so the script waits for the ranks."""
     program = cluster.program(STOPS)
     job = cluster.submit("run", "-N", "2", "--mpi", request.getfixturevalue(way), "--", "python", program)
     cluster.until_files(job, "ready.0", "ready.1")

@@ -1,4 +1,4 @@
-"""Slurm's own clock: a signal before the time limit, and the limit. It looks at limits twice a minute."""
+"""Slurm's own clock: a signal before the time limit, and the limit. Slurm checks limits twice a minute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_signal_before_the_limit_reaches_the_ranks(slurm: Slurm, limited: Limi
     assert cluster.output(limited.signalled) == "told\ntold\n"
 
 
-def test_the_limit_tells_the_ranks_and_ends_the_job(slurm: Slurm, limited: LimitedJobs) -> None:
+def test_the_limit_notifies_the_ranks_and_ends_the_job(slurm: Slurm, limited: LimitedJobs) -> None:
     cluster = Cluster(slurm, limited.folder)
     task = cluster.ended(limited.too_long)
     assert task.state == "TIMEOUT" and task.code != 0

@@ -1,4 +1,4 @@
-"""The Slurm of these tests is complete, and leaves nothing behind, however the process ends that has made it."""
+"""The Slurm of these tests: it is complete, and leaves nothing behind, however the process that created it ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with Hosts(1) as hosts, Slurm(hosts) as slurm:
 
 def running(name: str) -> list[int]:
     """Return the processes whose command line contains a text."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
@@ -40,8 +40,8 @@ def running(name: str) -> list[int]:
             except OSError:
                 continue
             if name in line:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def test_several_nodes_on_one_host(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_several_nodes_on_one_host(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_it_ends_with_who_made_it() -> None:
-    """Killed, it cannot stop its daemons; and their jobs would run on with nobody who knows of them."""
+def test_it_ends_with_its_creator() -> None:
+    """Killed, the creator cannot stop the daemons; and their jobs would run on unnoticed."""
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         try:
@@ -72,7 +72,7 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("ci.hosts.SBIN", ())
     monkeypatch.setenv("PATH", str(tmp_path))
     assert tool.missing() == f"{', '.join(tool.TOOLS)} not installed (apt install slurm-wlm)"
@@ -80,13 +80,13 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert tool.missing_pmix() == f"there is no {tmp_path}/* (apt install libpmix-dev)"
 
 
-def test_a_command_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ci.slurm", "2", "--", "srun", "-N2", "hostname"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert sorted(done.stdout.split()) == ["h0", "h1"], done.stderr
 
 
-def test_a_daemon_that_does_not_start_is_told_with_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_fails_to_start_is_reported_with_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "SECONDS", 2.0)
     monkeypatch.setattr(tool, "CONFIGURATION", tool.CONFIGURATION + "SelectType=select/none_such\n")
     with Hosts(1) as hosts, pytest.raises(tool.SlurmError, match=r"(?s)slurmctld.*none_such"), Slurm(hosts):

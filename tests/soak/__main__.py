@@ -25,7 +25,7 @@ from tests.soak.player import Player
 from tests.soak.resources import Usage, growth, keep_no_free_memory, measure
 from tests.soak.script import SLOTS, Script, Team, splits, teams
 
-PHASES = 20  # how often everything rests, and is measured
+PHASES = 20  # how often everything pauses, and is measured
 WARM_UP = 4  # phases, after which nothing may grow any more
 SPEECH = 3.0  # seconds between the first rank's last words and the end of the job: the others may have some, too
 
@@ -44,7 +44,7 @@ class Soak:
             script = Script(options.seed, number, all_teams, options.novelty)
             self.players.append(Player(self.rank, options.seed, number, script, self._seats(all_teams, number)))
         self.usage: list[Usage] = []
-        self._said = self.started
+        self._last_output = self.started
 
     def _seats(self, all_teams: list[Team], thread: int) -> dict[int, Seat]:
         """Make one thread's communicators. The first thread uses the world itself."""
@@ -62,21 +62,21 @@ class Soak:
     def run(self) -> int:
         """Play all steps; return the exit code."""
         faulthandler.enable()
-        self._say(f"{self.size} ranks, {MPI.Get_library_version().split(',')[0].strip()}, {self.options}")
+        self._print(f"{self.size} ranks, {MPI.Get_library_version().split(',')[0].strip()}, {self.options}")
         compile_everything(self.world)
         for player in self.players:
             for seat in player.seats.values():
                 seat.comm.barrier_async().wait()  # its thread, if it has one, is there
                 use_lanes(seat.comm)
-        self._say(f"compiled, {self._measure()}")
+        self._print(f"compiled, {self._measure()}")
         for player in self.players:
             player.start()
-        self._say("allocating")
+        self._print("allocating")
         self._play([len(teams(self.size)) * len(SLOTS)] * len(self.players))
         for phase in range(PHASES):
             self._play([self._share(phase, player.number) for player in self.players])
             self.usage.append(self._measure())
-            self._say(f"phase {phase + 1} of {PHASES}, {self.usage[-1]}")
+            self._print(f"phase {phase + 1} of {PHASES}, {self.usage[-1]}")
         return self._report()
 
     def _measure(self) -> Usage:
@@ -84,14 +84,14 @@ class Soak:
         return measure(sum(seat.ordinary_bytes for seat in seats), sum(seat.symmetric_bytes for seat in seats))
 
     def _share(self, phase: int, thread: int) -> int:
-        """Return how many steps a thread plays in a phase: together they are as many as were asked for."""
+        """Return how many steps a thread plays in a phase: together they are the requested number."""
         operations: int = self.options.operations
         parts = PHASES * len(self.players)
         part = phase * len(self.players) + thread
         return operations * (part + 1) // parts - operations * part // parts
 
     def _play(self, steps: list[int]) -> None:
-        """Let every thread play, and wait until all rest; end the job if one fails or hangs."""
+        """Let every thread play, and wait until all pause; end the job if one fails or hangs."""
         for player, count in zip(self.players, steps, strict=True):
             player.go(count)
         for player in self.players:
@@ -99,7 +99,7 @@ class Soak:
                 self._look_around()
 
     def _look_around(self) -> None:
-        # Should Python itself be stuck, nobody comes here any more.
+        # If Python itself is stuck, nobody gets here any more.
         faulthandler.dump_traceback_later(2 * self.options.patience, exit=True)
         for player in self.players:
             if player.failure is not None:
@@ -112,18 +112,18 @@ class Soak:
                 )
                 faulthandler.dump_traceback(all_threads=True)
                 self._end(f"HANGS: thread {player.number} has not moved for {self.options.patience} s\n{where}")
-        if time.monotonic() - self._said > self.options.every:
-            self._say(f"{sum(sum(player.played.values()) for player in self.players)} operations")
+        if time.monotonic() - self._last_output > self.options.every:
+            self._print(f"{sum(sum(player.played.values()) for player in self.players)} operations")
 
     def _end(self, text: str) -> None:
-        """End the job, from a rank whose communicators cannot be used any more."""
+        """End the job, from a rank whose communicators are no longer usable."""
         print(f"soak: rank {self.rank}, --seed {self.options.seed}: {text}", file=sys.stderr, flush=True)
         time.sleep(SPEECH)
         faulthandler.dump_traceback_later(5, exit=True)  # should MPI be stuck, too
         MPI.COMM_WORLD.Abort(1)
 
     def _report(self) -> int:
-        """Compare what the ranks hold with what they held after the warm-up."""
+        """Compare the ranks' resources with those after the warm-up."""
         faulthandler.cancel_dump_traceback_later()
         before, after = self.usage[WARM_UP - 1], self.usage[-1]
         grown = growth(before, after, self.options.operations)
@@ -133,22 +133,22 @@ class Soak:
         played: Counter[str] = sum((player.played for player in self.players), Counter())
         seconds = time.monotonic() - self.started
         slowest = max(MPI.COMM_WORLD.allgather(max(player.slowest for player in self.players)))
-        self._say(", ".join(f"{count} {verb}" for verb, count in played.most_common()))
-        self._say(f"the longest call or wait took {slowest[0]:.1f} s: {slowest[1]}")
-        self._say(f"after the warm-up: {before}; at the end: {after}")
-        self._say(f"{'FAILED' if failed else 'ok'}: {sum(played.values())} operations in {seconds:.0f} s")
+        self._print(", ".join(f"{count} {verb}" for verb, count in played.most_common()))
+        self._print(f"the longest call or wait took {slowest[0]:.1f} s: {slowest[1]}")
+        self._print(f"after the warm-up: {before}; at the end: {after}")
+        self._print(f"{'FAILED' if failed else 'ok'}: {sum(played.values())} operations in {seconds:.0f} s")
         # The end must not hang either, and there is no Python any more when MPI ends.
         signal.alarm(round(self.options.patience))
         return int(failed)
 
-    def _say(self, text: str) -> None:
-        self._said = time.monotonic()
+    def _print(self, text: str) -> None:
+        self._last_output = time.monotonic()
         if self.rank == 0:
-            print(f"soak: {self._said - self.started:5.0f} s  {text}", flush=True)
+            print(f"soak: {self._last_output - self.started:5.0f} s  {text}", flush=True)
 
 
 def compile_everything(comm: Communicator) -> None:
-    """Load every kernel, so that none is loaded while memory is watched. One rank compiles what is not cached yet."""
+    """Load every kernel, so that none is loaded while memory is watched. One rank compiles those not yet cached."""
     if comm.rank == 0:
         for dtype, op in REDUCIBLE:
             reduce_function(dtype, kernel_operation(dtype, op))
@@ -160,11 +160,11 @@ def compile_everything(comm: Communicator) -> None:
 
 
 def use_lanes(comm: Communicator) -> None:
-    """Send so much between every two ranks that what messages go through is there, and has been written to its end."""
-    x, came = np.zeros(5000), np.zeros(5000)
+    """Send enough between every two ranks to create the lanes and to write their memory to its end."""
+    x, received = np.zeros(5000), np.zeros(5000)
     for step in range(1, comm.size):
         for _ in range(10):
-            comm.send_recv(x, (comm.rank + step) % comm.size, came, (comm.rank - step) % comm.size)
+            comm.send_recv(x, (comm.rank + step) % comm.size, received, (comm.rank - step) % comm.size)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.operations < 1 or options.threads < 1 or options.patience <= 0:
         parser.error("--operations, --threads and --patience must be positive")
     keep_no_free_memory()
-    # Who is late, and on what, is known before all is torn down.
+    # Late ranks and their operations are known before everything is torn down.
     os.environ.setdefault("COMMLIB_STALL_WARNING", str(options.patience / 2))
     return Soak(options).run()
 

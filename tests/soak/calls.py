@@ -1,4 +1,4 @@
-"""From a step to a call on this rank: its arrays, and the check of what comes out."""
+"""From a step to a call on this rank: its arrays, and the check of its result."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Call:
     run: Callable[[], Any]
     check: Callable[[Any], None]
     start: Callable[[], Work] | None = None
-    only_start: bool = False  # `run` would wait for what this rank does next
+    only_start: bool = False  # `run` would wait for this rank's next call
 
 
 @dataclass(slots=True)
 class Seat:
-    """One rank's place in one team: its communicator, and the arrays and plans that last."""
+    """One rank's place in one team: its communicator, and its lasting arrays and plans."""
 
     comm: Communicator
     slots: dict[int, Any] = field(default_factory=dict)
@@ -36,19 +36,19 @@ class Seat:
 
     @property
     def ordinary_bytes(self) -> int:
-        """What its ordinary slots take, and the results that plans own."""
+        """The size of its ordinary slots, and of the results that plans own."""
         slots = sum(int(array.nbytes) for slot, array in self.slots.items() if slot not in SYMMETRIC)
         owned = sum(length * self.slots[slot].itemsize for slot, length, *_, out in self.plans if out == "new")
         return slots + int(owned)
 
     @property
     def symmetric_bytes(self) -> int:
-        """What its symmetric slots take, on all ranks together."""
+        """The size of its symmetric slots, on all ranks together."""
         return int(self.comm.size) * sum(int(array.nbytes) for slot, array in self.slots.items() if slot in SYMMETRIC)
 
 
 def calls(step: Step, seat: Seat) -> list[Call]:
-    """Return what this rank has to call, in this order."""
+    """Return this rank's calls, in order."""
     return MAKERS[step.verb](step, seat)
 
 
@@ -65,14 +65,14 @@ def inputs(step: Step) -> list[Any]:
 
 
 def blank(step: Step, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return an array of one's own, perhaps with gaps."""
+    """Return a new array, possibly with gaps."""
     if step.strided and shape:
         return np.ones((*shape, 2), dtype)[..., 0]
     return np.ones(shape, dtype)
 
 
 def argument(step: Step, seat: Seat, x: Any) -> Any:
-    """Return a copy of `x` in the memory that the step asks for."""
+    """Return a copy of `x` in the memory that the step requests."""
     if step.slot is None:
         array = blank(step, x.shape, x.dtype)
     else:
@@ -83,7 +83,7 @@ def argument(step: Step, seat: Seat, x: Any) -> Any:
 
 
 def outcome(step: Step, seat: Seat, x: Any, shape: tuple[int, ...]) -> Any:
-    """Return what to pass as `out` for a result of this shape."""
+    """Return the `out` argument for a result of this shape."""
     if step.kind.out == "in place":
         return x
     if step.kind.out == "new":
@@ -96,7 +96,7 @@ def outcome(step: Step, seat: Seat, x: Any, shape: tuple[int, ...]) -> Any:
 def call(
     step: Step, seat: Seat, args: tuple[Any, ...], options: dict[str, Any], check: Callable[[Any], None]
 ) -> list[Call]:
-    """Return one call of the step's verb. What it gives back must be `out`, if there was one."""
+    """Return one call of the step's verb. Its result must be `out`, if there was one."""
     if step.verb in ROOTED and "root" not in options:
         options["root"] = step.kind.root
     out = options.get("out")
@@ -110,7 +110,7 @@ def call(
 
 
 def on_arrays(step: Step, seat: Seat, expect: Callable[[], Any], *, out_at_root: bool = False) -> list[Call]:
-    """Return a call of a verb with x, out and algorithm whose result is `expect()` (None: nothing comes out)."""
+    """Return a call of a verb with x, out and algorithm whose result is `expect()` (None: no result)."""
     own = data(step, seat.comm.rank)
     x = argument(step, seat, own)
     options: dict[str, Any] = {"algorithm": step.kind.algorithm}
@@ -126,7 +126,7 @@ def on_arrays(step: Step, seat: Seat, expect: Callable[[], Any], *, out_at_root:
         else:
             assert_same(result, expected)
         if options.get("out") is not x:
-            assert_same(x, own)  # the input is as it was
+            assert_same(x, own)  # the input is unchanged
 
     return call(step, seat, (x,), options, check)
 
@@ -237,7 +237,7 @@ def exscan(step: Step, seat: Seat) -> list[Call]:
 
 
 def _prefix(step: Step, seat: Seat, ranks: int) -> list[Call]:
-    """Return a call whose result is the combination of the first ranks; there is none of no ranks."""
+    """Return a call whose result is the combination of the first ranks; zero ranks have none."""
     op = "sum" if step.kind.op == "mean" else step.kind.op
     own = data(step, seat.comm.rank)
     x = argument(step, seat, own)
@@ -290,20 +290,20 @@ def plan(step: Step, seat: Seat) -> list[Call]:
         out = outcome(step, seat, x, step.kind.shape)
         op, algorithm = cast(Op, step.kind.op), cast(AlgorithmName, step.kind.algorithm)
         seat.plans[key] = seat.comm.plan_all_reduce(x, op, out=out, algorithm=algorithm)
-    made = seat.plans[key]
+    plan_of_slot = seat.plans[key]
 
     def check(result: Any) -> None:
         assert_same(result, combined(inputs(step), step.kind.op))
         if step.kind.out != "in place":
             assert_same(x, own)
 
-    return [Call(made, check, made.start)]
+    return [Call(plan_of_slot, check, plan_of_slot.start)]
 
 
 def message(step: Step, seat: Seat) -> list[Call]:
-    """Rank `root` sends, rank `peer` receives; they may be one."""
+    """Rank `root` sends, rank `peer` receives; they may be the same."""
     comm, sent = seat.comm, data(step, step.kind.root)
-    made = []
+    calls = []
     if comm.rank == step.peer:
         into = blank(step, sent.shape, sent.dtype)
 
@@ -313,7 +313,7 @@ def message(step: Step, seat: Seat) -> list[Call]:
 
         receive = (into, step.kind.root, step.tag)
         alone = step.kind.root == step.peer
-        made.append(Call(lambda: comm.recv(*receive), check_received, lambda: comm.recv_async(*receive), alone))
+        calls.append(Call(lambda: comm.recv(*receive), check_received, lambda: comm.recv_async(*receive), alone))
     if comm.rank == step.kind.root:
         x = argument(step, seat, sent)
 
@@ -322,8 +322,8 @@ def message(step: Step, seat: Seat) -> list[Call]:
             assert_same(x, sent)
 
         send = (x, step.peer, step.tag)
-        made.append(Call(lambda: comm.send(*send), check_sent, lambda: comm.send_async(*send)))
-    return made
+        calls.append(Call(lambda: comm.send(*send), check_sent, lambda: comm.send_async(*send)))
+    return calls
 
 
 def send_recv(step: Step, seat: Seat) -> list[Call]:
@@ -354,20 +354,20 @@ def _thing(step: Step, rank: int) -> Any:
 
 def broadcast_object(step: Step, seat: Seat) -> list[Call]:
     def check(result: Any) -> None:
-        assert result == _thing(step, step.kind.root), "another object came"
+        assert result == _thing(step, step.kind.root), "another object was received"
 
     return call(step, seat, (_thing(step, seat.comm.rank),), {}, check)
 
 
 def all_gather_object(step: Step, seat: Seat) -> list[Call]:
     def check(result: Any) -> None:
-        assert result == [_thing(step, rank) for rank in range(seat.comm.size)], "other objects came"
+        assert result == [_thing(step, rank) for rank in range(seat.comm.size)], "other objects were received"
 
     return call(step, seat, (_thing(step, seat.comm.rank),), {}, check)
 
 
 def allocate(step: Step, seat: Seat) -> list[Call]:
-    """Put a new array into a slot; the old one and its plans go."""
+    """Put a new array into a slot; the old one and its plans are dropped."""
     assert step.slot is not None
     slot, dtype = step.slot, NUMPY[step.kind.dtype]
 

@@ -4,7 +4,7 @@
     mpiexec -n 2 python -m tests.soak.large all_reduce   some of it
     COMMLIB_NODE_PATH=0 mpiexec -n 2 ...                 by messages
 
-Every element is a byte. Arrays are compared with what numpy says of them, whole, piece by piece.
+Every element is a byte. Arrays are compared with numpy's results, completely, piece by piece.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PERIOD, _PERIODS = 65_521, 64
 
 
 def _pattern(rank: int, offset: int = 0) -> Any:
-    """Return what rank `rank` has from an offset on, as often as its period fits into some MiB."""
+    """Return a rank's data from an offset on, as many periods as fit into some MiB."""
     period = (np.arange(offset, offset + _PERIOD) % _PERIOD % 7 + rank).astype(np.int8)
     return np.tile(period, _PERIODS)
 
@@ -41,10 +41,10 @@ def filled(length: int, rank: int, x: Any = None) -> Any:
     return x
 
 
-def check(got: Any, *expected: tuple[int, int, Any]) -> None:
-    """Compare parts [start, stop) of an array with a pattern that begins where they do."""
+def check(actual: Any, *expected: tuple[int, int, Any]) -> None:
+    """Compare parts [start, stop) of an array with a pattern from the same offset."""
     for start, stop, pattern in expected:
-        for number, piece in enumerate(_pieces(got[start:stop], len(pattern))):
+        for number, piece in enumerate(_pieces(actual[start:stop], len(pattern))):
             assert np.array_equal(piece, pattern[: len(piece)]), (start + number * len(pattern), len(piece))
 
 
@@ -52,7 +52,7 @@ of = _pattern
 
 
 def total(size: int, offset: int = 0) -> Any:
-    """Return what all ranks have there together."""
+    """Return the sum of all ranks' data from an offset on."""
     return sum(_pattern(rank, offset) for rank in range(size))
 
 
@@ -67,9 +67,9 @@ def symmetric_all_reduce(comm: Any, n: int) -> None:
 
 
 def reduce(comm: Any, n: int) -> None:
-    got = comm.reduce(filled(n, comm.rank), root=1)
+    actual = comm.reduce(filled(n, comm.rank), root=1)
     if comm.rank == 1:
-        check(got, (0, n, total(comm.size)))
+        check(actual, (0, n, total(comm.size)))
 
 
 def reduce_scatter(comm: Any, n: int) -> None:
@@ -90,45 +90,47 @@ def symmetric_broadcast(comm: Any, n: int) -> None:
 
 def all_gather(comm: Any, n: int) -> None:
     share = n // comm.size + 1
-    got = comm.all_gather(filled(share, comm.rank))
-    check(got, *((rank * share, (rank + 1) * share, of(rank)) for rank in range(comm.size)))
+    actual = comm.all_gather(filled(share, comm.rank))
+    check(actual, *((rank * share, (rank + 1) * share, of(rank)) for rank in range(comm.size)))
 
 
 def all_gather_v(comm: Any, n: int) -> None:
-    got = comm.all_gather_v(filled(5 if comm.rank else n, comm.rank))
-    check(got, (0, n, of(0)), *((n + 5 * (r - 1), n + 5 * r, of(r)) for r in range(1, comm.size)))
+    actual = comm.all_gather_v(filled(5 if comm.rank else n, comm.rank))
+    check(actual, (0, n, of(0)), *((n + 5 * (r - 1), n + 5 * r, of(r)) for r in range(1, comm.size)))
 
 
 def gather(comm: Any, n: int) -> None:
     share = n // comm.size + 1
-    got = comm.gather(filled(share, comm.rank), root=0)
+    actual = comm.gather(filled(share, comm.rank), root=0)
     if comm.rank == 0:
-        check(got, *((rank * share, (rank + 1) * share, of(rank)) for rank in range(comm.size)))
+        check(actual, *((rank * share, (rank + 1) * share, of(rank)) for rank in range(comm.size)))
 
 
 def scatter(comm: Any, n: int) -> None:
     share = n // comm.size + 1
-    got = comm.scatter(filled(share * comm.size, 3) if comm.rank == 0 else np.empty(share * comm.size, np.int8), root=0)
-    check(got, (0, share, of(3, comm.rank * share)))
+    actual = comm.scatter(
+        filled(share * comm.size, 3) if comm.rank == 0 else np.empty(share * comm.size, np.int8), root=0
+    )
+    check(actual, (0, share, of(3, comm.rank * share)))
 
 
 def all_to_all(comm: Any, n: int) -> None:
     share = n // comm.size + 1
-    got = comm.all_to_all(filled(share * comm.size, comm.rank))
-    check(got, *((rank * share, (rank + 1) * share, of(rank, comm.rank * share)) for rank in range(comm.size)))
+    actual = comm.all_to_all(filled(share * comm.size, comm.rank))
+    check(actual, *((rank * share, (rank + 1) * share, of(rank, comm.rank * share)) for rank in range(comm.size)))
 
 
 def all_to_all_v(comm: Any, n: int) -> None:
-    """The last rank's part begins behind more than 32 bits count, on the rank that sends and on that which takes."""
+    """The last rank's part begins beyond the range of 32 bits, on the sender and on the receiver."""
     splits = [n] + [5] * (comm.size - 1) if comm.rank == 0 else [0] * (comm.size - 1) + [7]
     x = filled(sum(splits), comm.rank)
-    got = comm.all_to_all_v(x, splits)
-    got = got[0] if isinstance(got, tuple) else got
+    actual = comm.all_to_all_v(x, splits)
+    actual = actual[0] if isinstance(actual, tuple) else actual
     if comm.rank == 0:
-        check(got, (0, n, of(0)))
+        check(actual, (0, n, of(0)))
     elif comm.rank == comm.size - 1:
         check(
-            got,
+            actual,
             (0, 5, of(0, n + 5 * (comm.size - 2))),
             *((5 + 7 * r, 12 + 7 * r, of(r + 1)) for r in range(comm.size - 1)),
         )
@@ -166,14 +168,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"some of {', '.join(CASES)} (default: all)")
     parser.add_argument("--bytes", type=int, default=MORE, help="of the longest array")
-    given = parser.parse_args()
-    if unknown := set(given.cases) - CASES.keys():
+    names = parser.parse_args()
+    if unknown := set(names.cases) - CASES.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     comm = commlib.init()
-    for name in given.cases or CASES:
+    for name in names.cases or CASES:
         comm.barrier()
         began = time.perf_counter()
-        CASES[name](comm, given.bytes)
+        CASES[name](comm, names.bytes)
         gc.collect()
         comm.barrier()
         if comm.rank == 0:

@@ -2,7 +2,7 @@
 
     mpirun -n 4 python -m tests.soak.named [--seconds 60] [--seed 1]
 
-All ranks make the same plan of each round from the seed, and ask for it in an order of their own, some rounds from two
+All ranks make the same plan of each round from the seed, and request it in an order of their own, some rounds from two
 threads at once. Prints a line for each rank; ends with an error at the first wrong result.
 """
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def plan(rng: random.Random, rounds: int, sets: Sequence[hvd.ProcessSet]) -> list[Step]:
-    """Return the operations of one round: most names come again in every round, with another size or verb."""
+    """Return the operations of one round: most names return in every round, with another size or verb."""
     steps = []
     for number in range(rng.randrange(1, MOST)):
         name = f"round {rounds}, {number}" if rng.random() < 0.3 else f"step {number}"
@@ -69,20 +69,20 @@ def plan(rng: random.Random, rounds: int, sets: Sequence[hvd.ProcessSet]) -> lis
 
 
 def play(steps: list[Step], rng: random.Random, *, threads: int) -> int:
-    """Ask for the operations of this rank and check their results, both in random order; return how many they were."""
+    """Request the operations of this rank and check their results, both in random order; return their number."""
     mine = [step for step in steps if step.process_set.included()]
     rng.shuffle(mine)
     checks: list[Check] = []
     failures: list[BaseException] = []
 
-    def ask(part: Sequence[Step]) -> None:
+    def request(part: Sequence[Step]) -> None:
         try:
             for step in part:
                 checks.append(start(step))
         except BaseException as error:
             failures.append(error)
 
-    workers = [threading.Thread(target=ask, args=(mine[number::threads],)) for number in range(threads)]
+    workers = [threading.Thread(target=request, args=(mine[number::threads],)) for number in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -96,7 +96,7 @@ def play(steps: list[Step], rng: random.Random, *, threads: int) -> int:
 
 
 def start(step: Step) -> Check:
-    """Ask for one operation; return what waits for it and compares its result."""
+    """Request one operation; return a function that waits for it and compares its result."""
     name, dtype = step.name, step.dtype
     ranks = step.process_set.ranks or []
     place, size = ranks.index(hvd.rank()), len(ranks)
@@ -132,8 +132,8 @@ def start(step: Step) -> Check:
             return lambda: fails(work) if size > 1 else work.wait()
 
 
-def same(got: Any, expected: Any) -> None:
-    np.testing.assert_array_equal(got, expected, strict=True)
+def same(actual: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(actual, expected, strict=True)
 
 
 def fails(work: Any) -> None:

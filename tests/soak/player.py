@@ -14,7 +14,7 @@ from commlib import Work
 from tests.soak.calls import Call, Seat, calls
 from tests.soak.script import Script, Step
 
-# How many works a thread lets stand, at most; drawn anew now and then.
+# The maximum number of outstanding works of a thread; drawn again now and then.
 OUTSTANDING = (0, 1, 4, 16, 40)
 
 # How often a thread sleeps before a call, and for how many seconds at most.
@@ -31,21 +31,21 @@ class Pending:
 
 
 class Player(threading.Thread):
-    """Plays as many steps as it is told by `go`; then nothing of it is outstanding, and `resting` is set.
+    """Plays the number of steps passed to `go`; then it has no outstanding works, and `resting` is set.
 
     What it draws for itself (to call or to start, when, in which order it waits) differs between ranks. That is
-    allowed: every rank makes a team's calls in the script's order, and whoever waits has made all calls before.
+    allowed: every rank makes a team's calls in the script's order, and a waiting rank has made all earlier calls.
     """
 
     def __init__(self, rank: int, seed: int, number: int, script: Script, seats: dict[int, Seat]) -> None:
         super().__init__(name=f"player-{number}", daemon=True)
         self.rank, self.number = rank, number
-        self.played: Counter[str] = Counter()  # verbs, also those of teams that this rank is not in
+        self.played: Counter[str] = Counter()  # verbs, also those of teams without this rank
         self.resting = threading.Event()
         self.failure: BaseException | None = None
-        self.step: Step | None = None  # the one that is called or waited for
-        self.moved = time.monotonic()  # when it last came on
-        self.slowest = 0.0, ""  # the longest call or wait in seconds, and what it was
+        self.step: Step | None = None  # the step that is called or waited for
+        self.moved = time.monotonic()  # the time of its last progress
+        self.slowest = 0.0, ""  # the longest call or wait in seconds, and its description
         self.pending: list[Pending] = []
         self._script, self.seats = iter(script), seats
         self._chance = random.Random(f"soak {seed}, thread {number}, rank {rank}")

@@ -44,7 +44,7 @@ IN_PLACE = {"all_reduce", "plan", "reduce", "all_to_all"}
 WITH_OUT = {*IN_PLACE, "reduce_scatter", "all_gather", "gather", "scatter"}
 WITHOUT_ROWS = {"all_reduce", "reduce", "broadcast", "all_gather", "gather", "message", "send_recv"}  # may be 0-d
 
-# MPI has these dtypes, and loses no digits of them.
+# MPI has these dtypes, and keeps all their digits.
 NATIVE = [
     (dtype, op)
     for dtype, op in REDUCIBLE
@@ -52,7 +52,7 @@ NATIVE = [
 ]
 
 SYMMETRIC = (2, 3)  # these slots of each team are symmetric memory,
-SLOTS = (0, 1, *SYMMETRIC)  # the others are ordinary arrays that are used again and again
+SLOTS = (0, 1, *SYMMETRIC)  # the others are ordinary arrays that are reused repeatedly
 
 KINDS = 3  # of each verb of a team, and of each verb on each kind of slot
 
@@ -70,7 +70,7 @@ class Team:
 
 
 class Kind(NamedTuple):
-    """What a program repeats from call to call, and what caches go by."""
+    """The properties that a program repeats from call to call, the key of caches."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -82,13 +82,13 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call of one team. What a verb has no use for is drawn all the same, and means nothing."""
+    """One call of one team. Fields that a verb does not use are drawn all the same, and have no effect."""
 
     number: int
     team: Team
     verb: str
     kind: Kind
-    peer: int  # who receives a message, how far a ring shifts, how many groups a split makes
+    peer: int  # the receiver of a message, the shift of a ring, the number of groups of a split
     tag: int
     slot: int | None  # the team's lasting array that is read, instead of a new one
     strided: bool  # new arrays are views with gaps
@@ -120,15 +120,15 @@ def teams(size: int) -> list[Team]:
 class Script:
     """The steps of one thread, without end: first the allocation of every team's slots, then anything.
 
-    novelty: the share of calls of a kind that need not have been there before.
+    novelty: the share of calls of a kind that need not have occurred before.
     """
 
     def __init__(self, seed: int, thread: int, teams: list[Team], novelty: float = 0.02) -> None:
         self._random = random.Random(f"soak {seed}, thread {thread}")
         self._teams, self._novelty = teams, novelty
-        # A team of one rank has little to tell.
+        # A team of one rank has little to test.
         self._weights = [4 * len(team.members) if len(team.members) > 1 else 1 for team in teams]
-        self._slots: dict[tuple[int, int], Kind] = {}  # as what a team's slot was allocated
+        self._slots: dict[tuple[int, int], Kind] = {}  # the kind with which a team's slot was allocated
         self._kinds: defaultdict[tuple[int, str, Kind | None], list[Kind]] = defaultdict(list)
 
     def __iter__(self) -> Iterator[Step]:
@@ -156,7 +156,7 @@ class Script:
         return Step(number, team, verb, kind, peer, tag, slot, chance.random() < 0.15, chance.randrange(2**40))
 
     def _kind(self, team: Team, verb: str, whole: Kind | None) -> Kind:
-        """Return the kind of a call, on a slot if `whole` says what is there."""
+        """Return the kind of a call, on a slot if `whole` gives its kind."""
         known = self._kinds[team.number, verb, whole]
         if self._random.random() < self._novelty and verb != "allocate":  # a new kind of slot makes all on it new
             return self._new_kind(team, verb, whole)
@@ -175,7 +175,7 @@ class Script:
         if whole is not None:
             dtype, (length,) = whole.dtype, whole.shape
             op = chance.choice([op for known, op in REDUCIBLE if known == dtype]) if op else ""
-            # With out, the result goes to the other half. The same array again and again is what takes the short cut.
+            # With out, the result goes to the other half. The same array repeatedly takes the short path.
             shape = (length // 2 if out == "given" else length if chance.random() < 0.6 else chance.randint(0, length),)
         return Kind(dtype, shape, op, chance.randrange(len(team.members)), self._algorithm(verb, dtype, op), out)
 

@@ -15,7 +15,7 @@ from commlib.errors import MismatchError, PeerError, UsageError
 from commlib.pipeline.schedule import Kind, make, simulate, table
 from commlib.pipeline.schedule.versions import versions
 from commlib_tensorflow import pipeline
-from tests.bodies.pipelines import assert_a_failing_loss_is_told
+from tests.bodies.pipelines import assert_a_failing_loss_is_reported
 from tests.inputs.keras_pipelines import (
     WIDTH,
     Alone,
@@ -611,7 +611,7 @@ def test_a_loss_that_raises_ends_the_pipeline_everywhere(comm: Any) -> None:
         raise ZeroDivisionError("no rows")
 
     pipe = pipeline(layers(4), comm, microbatches=4, loss=loss)
-    assert_a_failing_loss_is_told(comm, lambda: pipe.step(*batch(8)))
+    assert_a_failing_loss_is_reported(comm, lambda: pipe.step(*batch(8)))
     pipe.close()
 
 

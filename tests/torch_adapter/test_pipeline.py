@@ -15,7 +15,7 @@ import commlib_torch as ct
 from commlib.errors import MismatchError, UsageError
 from commlib.pipeline.schedule import simulate, table
 from commlib_torch import pipeline
-from tests.bodies.pipelines import assert_a_failing_loss_is_told
+from tests.bodies.pipelines import assert_a_failing_loss_is_reported
 
 FLUSHING = [name for name, plan in table.items() if not plan.updates]
 WIDTH = 6
@@ -560,7 +560,7 @@ def test_a_loss_that_raises_ends_the_pipeline_everywhere(comm: Any) -> None:
         raise ZeroDivisionError("no rows")
 
     pipe = pipeline(layers(4), comm, microbatches=4, loss=loss)
-    assert_a_failing_loss_is_told(comm, lambda: pipe.step(*batch(8)))
+    assert_a_failing_loss_is_reported(comm, lambda: pipe.step(*batch(8)))
     pipe.close()
 
 

@@ -372,7 +372,7 @@ def test_one_rank_without_peer_access_sends_all_through_the_host(monkeypatch, ca
 def test_streams_that_block_each_other_are_detected(monkeypatch, caplog):
     """Streams are tried when the board is created."""
     monkeypatch.setattr("commlib.node.device_board.FIRST_BARRIER_TIMEOUT", 0.3)
-    monkeypatch.setattr("tests.late.signals.tell", lambda words, number: None)
+    monkeypatch.setattr("tests.late.signals.write", lambda words, number: None)
     run(2, lambda comm: checks.all_reduce(OnDevice(comm), "float32", (100,), "sum"), config=CONFIG)
     assert "its stream did not reach the others" in caplog.text
 

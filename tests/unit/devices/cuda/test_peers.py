@@ -27,9 +27,9 @@ def free(gpu):
 
 
 def share(gpu, peer):
-    peer.tell("share")
+    peer.send("share")
     memory = gpu.device.share(4000, 0, peer.gather)
-    assert peer.hear() == "shared"
+    assert peer.receive() == "shared"
     return memory
 
 
@@ -42,8 +42,8 @@ def test_shared_memory_is_zero_and_shows_the_peers_writes(gpu, peer):
         gpu.fill(x, 3)
         np.testing.assert_array_equal(gpu.fetch(x), 3)
     memory.close()
-    peer.tell("close")
-    assert peer.hear() == "closed"
+    peer.send("close")
+    assert peer.receive() == "closed"
 
 
 def test_memory_is_freed_after_all_peers_closed_it(gpu, peer, free):
@@ -53,8 +53,8 @@ def test_memory_is_freed_after_all_peers_closed_it(gpu, peer, free):
     memory.close()
     peers.sweep()
     assert free() < before  # the other one still has it open
-    peer.tell("close")
-    assert peer.hear() == "closed"
+    peer.send("close")
+    assert peer.receive() == "closed"
     peers.sweep()
     assert free() == before
 
@@ -73,8 +73,8 @@ def test_arrays_may_outlive_their_memory_object(gpu, peer, free):
     memory = share(gpu, peer)
     x = gpu.device.at(memory.bases[0], (1000,), np.dtype(np.float32), memory)
     del memory
-    peer.tell("close")
-    assert peer.hear() == "closed"
+    peer.send("close")
+    assert peer.receive() == "closed"
     np.testing.assert_array_equal(gpu.fetch(x), 0)
     assert free() < before
     del x
@@ -89,12 +89,12 @@ def test_an_allocation_error_is_raised_on_all_ranks(gpu, peer, free, monkeypatch
         raise runtime.CUDARuntimeError(2)
 
     monkeypatch.setattr(runtime, "malloc", too_little)
-    peer.tell("share")
+    peer.send("share")
     with pytest.raises(
         TransportError, match=r"cannot make 4000 bytes.*rank 0 of the node, GPU 0.*CUDA_VISIBLE_DEVICES"
     ):
         gpu.device.share(4000, 0, peer.gather)
-    peer.tell(None)  # they synchronise before anything is freed
+    peer.send(None)  # they synchronise before anything is freed
     assert "rank 0 of the node" in read_error(peer)
     assert free() == before
 
@@ -106,10 +106,10 @@ def test_an_open_error_is_raised_on_all_ranks(gpu, peer, free, monkeypatch):
         raise runtime.CUDARuntimeError(101)
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", refused)
-    peer.tell("share")
+    peer.send("share")
     with pytest.raises(TransportError, match=r"cannot open 4000 bytes.*rank 0 of the node"):
         gpu.device.share(4000, 0, peer.gather)
-    peer.tell(None)
+    peer.send(None)
     assert "cannot open" in read_error(peer)
     monkeypatch.undo()
     assert free() == before
@@ -117,6 +117,6 @@ def test_an_open_error_is_raised_on_all_ranks(gpu, peer, free, monkeypatch):
 
 
 def read_error(peer):
-    while not isinstance(answer := peer.hear(), str):
+    while not isinstance(answer := peer.receive(), str):
         pass
     return answer

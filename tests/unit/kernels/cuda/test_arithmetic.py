@@ -11,7 +11,7 @@ from commlib.dtypes import DTYPES, FLOATS, INTEGERS, NUMPY
 from commlib.errors import UsageError
 from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
-from tests.cuda.hard import aside, assert_same_bits, values
+from tests.cuda.hard import assert_same_bits, shifted, values
 from tests.cuda.launcher import HostLauncher
 
 HOST = HostKernels()
@@ -54,7 +54,7 @@ def test_casts_match_the_host(source: str, target: str) -> None:
     x = convertible(source, target)
     for i, length in enumerate((*LENGTHS, len(x))):
         for places in ((0, 0), (1, 1), (3, 1)):
-            given, out = aside(x[:length], places[0]), aside(np.empty(length, NUMPY[target]), places[1])
+            given, out = shifted(x[:length], places[0]), shifted(np.empty(length, NUMPY[target]), places[1])
             expected = np.empty_like(out)
             HOST.cast(given.copy(), expected)
             CudaKernels(HostLauncher(WORKERS[i % 3])).cast(given, out)
@@ -100,7 +100,7 @@ def test_scaling_matches_the_host(dtype: str) -> None:
     factors = (0.5, 3.0, -0.1, 1e-30, np.inf, np.nan) if NUMPY[dtype].kind in "fcV" else (0.5, 3.7)
     for factor in factors:
         for i, length in enumerate(LENGTHS):
-            x = aside(values(dtype, length, i), i % 4)
+            x = shifted(values(dtype, length, i), i % 4)
             expected = x.copy()
             with np.errstate(all="ignore"):
                 if x.dtype.kind == "c":
@@ -122,7 +122,7 @@ def test_arrays_are_packed_and_unpacked(workers: int, count: int, launches: int)
         dtype, place = kinds[k % 5]
         length = 20_000 if k == 3 else int(random.integers(1, 40))
         noise = random.integers(0, 256, length * NUMPY[dtype].itemsize, np.uint8)
-        arrays.append(aside(noise.view(NUMPY[dtype]), place))
+        arrays.append(shifted(noise.view(NUMPY[dtype]), place))
     given = [*arrays[:2], np.empty(0, np.float32), *arrays[2:], np.empty(0, np.uint8)]
     length = sum(array.nbytes for array in given)
     packed, launcher = np.full(length + 2, 99, np.uint8), HostLauncher(workers)
@@ -141,7 +141,7 @@ def test_arrays_are_packed_and_unpacked(workers: int, count: int, launches: int)
 def test_sums_of_squares_match_the_host(dtype: str, length: int) -> None:
     """As on the host, but in another order. In any order, the error is at most one rounding per addition."""
     x = np.random.default_rng(length).standard_normal(length).astype(NUMPY[dtype])
-    sums = {CudaKernels(HostLauncher(n)).squares(aside(x, place)) for n in WORKERS for place in (0, 1, 3)}
+    sums = {CudaKernels(HostLauncher(n)).squares(shifted(x, place)) for n in WORKERS for place in (0, 1, 3)}
     assert len(sums) == 1, "the order depends on where an array lies, or on the device"
     host, additions = length / 512 + 512, length / 2048 + 2 * 2048
     assert sums.pop() == pytest.approx(HOST.squares(x), rel=(host + additions) * 2.0**-53, abs=0)
@@ -167,7 +167,7 @@ def test_squares_of_other_dtypes_are_refused() -> None:
 def test_nonfinite_values_are_detected(workers: int) -> None:
     launcher = HostLauncher(workers)
     for length in LENGTHS:
-        x = aside(np.full(length, 3e38, np.float32), length % 4)
+        x = shifted(np.full(length, 3e38, np.float32), length % 4)
         assert CudaKernels(launcher).is_finite(x)
         for place in {0, length // 2, length - 1} if length else ():
             for bad in (np.inf, -np.inf, np.nan):
@@ -181,7 +181,7 @@ def test_nonfinite_values_are_detected(workers: int) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_momentum_matches_the_host(nesterov: bool, in_place: bool) -> None:
     for i, length in enumerate((*LENGTHS, 5000)):
-        arrays = [aside(values("float32", length, 3 * i + k), (i + k * (i % 3)) % 4) for k in range(3)]
+        arrays = [shifted(values("float32", length, 3 * i + k), (i + k * (i % 3)) % 4) for k in range(3)]
         arrays[1][~np.isfinite(arrays[1])] = 2
         ours, hosts = ([x.copy() for x in arrays] for _ in range(2))
         for kernels, (gradient, u, after) in (

@@ -11,7 +11,7 @@ from commlib.dtypes import DTYPES, NUMPY
 from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
 from commlib.kernels.protocol import BlockLayout
-from tests.cuda.hard import aside, assert_same_bits, values
+from tests.cuda.hard import assert_same_bits, shifted, values
 from tests.cuda.launcher import HostLauncher
 
 HOST = HostKernels()
@@ -37,8 +37,8 @@ def copied(x: Any, target: Any, blocks: BlockLayout, workers: int = 1) -> Any:
 def test_dimensions_are_transposed(dtype: str, workers: int) -> None:
     for run in RUNS:
         for shift in (0, 1):
-            x = aside(values(dtype, 3 * 4 * run, run), shift)
-            result = copied(x, aside(np.zeros_like(x), 1 - shift), between_orders(4, 3, run), workers)
+            x = shifted(values(dtype, 3 * 4 * run, run), shift)
+            result = copied(x, shifted(np.zeros_like(x), 1 - shift), between_orders(4, 3, run), workers)
             assert_same_bits(result, np.ascontiguousarray(x.reshape(3, 4, run).swapaxes(0, 1)).reshape(-1))
 
 

@@ -10,7 +10,7 @@ import pytest
 from commlib.dtypes import BITWISE, INTEGERS, NUMPY, kernel_operation
 from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
-from tests.cuda.hard import aside, assert_same_bits, values
+from tests.cuda.hard import assert_same_bits, shifted, values
 from tests.cuda.launcher import HostLauncher
 from tests.oracles.oracle import REDUCIBLE
 
@@ -34,9 +34,9 @@ def test_reductions_match_the_host(dtype: str, op: str) -> None:
             launcher.most_workers = WORKERS[n % len(WORKERS)]
             # All at the same offset from a multiple of 16 bytes, or each at its own.
             for places in ([length % 3] * (n + 1), range(n, -1, -1)):
-                operands = [aside(values(dtype, length, n + k), places[k]) for k in range(n)]
+                operands = [shifted(values(dtype, length, n + k), places[k]) for k in range(n)]
                 originals, divisor = [x.copy() for x in operands], n + length % 2
-                target = aside(values(dtype, length, 99), places[n])
+                target = shifted(values(dtype, length, 99), places[n])
                 CudaKernels(launcher).reduce(dtype, op, divisor, operands, target)
                 assert_same_bits(target, expected(dtype, op, originals, divisor))
                 for x, before in zip(operands, originals, strict=True):
@@ -50,8 +50,8 @@ def test_reductions_into_operands_match_the_host(dtype: str, op: str) -> None:
     op, length = kernel_operation(dtype, op), 133
     for n in range(1, 5):
         for chosen in [*([k] for k in range(n)), range(n)]:
-            operands = [aside(values(dtype, length, n + k), k % 2) for k in range(n)]
-            others = [aside(values(dtype, length, 99), k) for k in range(3)]
+            operands = [shifted(values(dtype, length, n + k), k % 2) for k in range(n)]
+            others = [shifted(values(dtype, length, 99), k) for k in range(3)]
             result = expected(dtype, op, [x.copy() for x in operands], n)
             targets, launcher = [*(operands[k] for k in chosen), *others], HostLauncher()
             CudaKernels(launcher).reduce_to(dtype, op, n, operands, targets)

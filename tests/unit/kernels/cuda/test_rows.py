@@ -10,7 +10,7 @@ import pytest
 from commlib.dtypes import FLOATS, NUMPY
 from commlib.kernels.cuda.table import CudaKernels
 from commlib.kernels.host.table import HostKernels
-from tests.cuda.hard import aside, assert_same_bits, values
+from tests.cuda.hard import assert_same_bits, shifted, values
 from tests.cuda.launcher import HostLauncher
 
 HOST = HostKernels()
@@ -25,7 +25,7 @@ def places(count: int) -> Any:
 
 def given(dtype: str, width: int, shift: int) -> Any:
     """Return rows here and there, and factors of those here; the arrays begin `shift` elements aside."""
-    here, there = aside(values(dtype, HERE * width, 1), shift), aside(values(dtype, THERE * width, 2), shift)
+    here, there = shifted(values(dtype, HERE * width, 1), shift), shifted(values(dtype, THERE * width, 2), shift)
     factors = values("float32", HERE, 3)
     factors[0] = 1
     return here, there, factors
