@@ -13,6 +13,7 @@ from torch import Tensor
 from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.compress.casts import Compressing
+from commlib.compress.choice import check_no_momentum
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import ids_in, name_parameters
 from commlib.data_parallel.options import Options
@@ -125,6 +126,9 @@ def DistributedOptimizer(
         raise UsageError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     if getattr(optimizer, "averages_by_itself", False):
         raise UsageError(f"{type(optimizer).__name__} averages over the ranks by itself: use it as it is")
+    for group in optimizer.param_groups:
+        momentum = {"momentum": group.get("momentum"), "beta1": (*(group.get("betas") or ()), None)[0]}
+        check_no_momentum(compression, type(optimizer).__name__, momentum)
     check_one_choice("DistributedOptimizer", process_set=process_set, ranks=ranks, mesh=mesh)
     comm: Communicator | None = None
     if mesh is not None:
