@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
-from commlib.compress.casts import Compressing
+from commlib.compress.casts import Compressing, check_compressor
 from commlib.compress.choice import check_no_momentum
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import ids_in, name_parameters
@@ -82,6 +82,9 @@ def DistributedOptimizer(
     Compression errors are added to the next step's gradients (error feedback). They are in this rank's `state_dict()`:
     a new run that loads each rank's state before the first step continues with the same bits.
     `compression_choice` shows what "auto" chose and why.
+
+    With op=Adasum gradients stay on their rank: `clip_grad_norm` clips this rank's, `no_sync` changes nothing, and
+    `skip_synchronize` raises UsageError.
 
     Ranks along "tp" have the same data, or shards of a parameter, and are not reduced over. Parameters sharded along an
     axis of a mesh record their axis and need none of `process_set`, `ranks` and `mesh`.
@@ -155,6 +158,7 @@ def DistributedOptimizer(
             core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises if it is not registered
         together = core.process_set_of(process_set).ranks or ()
         check_same_shard("op=Adasum", ((name, shard_of(one)) for name, one in chosen), together, local=True)
+        check_compressor(compression, "compression with op=Adasum")
         change_class(optimizer, AdasumMixin)
         wrapped: Any = optimizer
         wrapped._start_adasum(everything, compression, process_set)
