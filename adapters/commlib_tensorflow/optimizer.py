@@ -9,8 +9,7 @@ from typing import Any, cast
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.compress import DGC
-from commlib.compress.choice import choose
+from commlib.compress.choice import check_no_momentum
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along, process_set_over
@@ -147,11 +146,8 @@ def distribute(
     if backward_passes_per_step < 1:
         raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(choose(settings["compression"]).scheme, DGC) and getattr(inner, "momentum", None):
-        raise UsageError(
-            f"compression {settings['compression']!r} includes momentum, but {type(inner).__name__} has momentum "
-            f"{inner.momentum}, too: use the optimizer without momentum"
-        )
+    momentum = {name: getattr(inner, name, None) for name in ("momentum", "beta_1")}
+    check_no_momentum(settings["compression"], type(inner).__name__, momentum)
     chosen = None if process_set is core.global_process_set else process_set
     check_one_choice("DistributedOptimizer", process_set=chosen, ranks=ranks, mesh=mesh)
     if mesh is not None:

@@ -133,7 +133,7 @@ class _RecordedVerb(Function):
     def forward(ctx: Any, call: TensorCall[Any], label: str, first: Tensor, second: Tensor | None) -> Any:
         written = call.result.tensor if isinstance(call.result, OutputTensor) else None
         ctx.is_second = written is not None and first is written and second is not written
-        tensor = second if ctx.is_second else first
+        tensor: Any = second if ctx.is_second else first
         ctx.form = _TensorForm(tensor)
         answer = call.run(label)
         received = answer[1] if call.result is RECEIVED else None

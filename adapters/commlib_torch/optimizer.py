@@ -12,7 +12,8 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.communicator import Communicator
-from commlib.compress.casts import Compressing
+from commlib.compress.casts import Compressing, check_compressor
+from commlib.compress.choice import check_no_momentum
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import ids_in, name_parameters
 from commlib.data_parallel.options import Options
@@ -82,6 +83,9 @@ def DistributedOptimizer(
     a new run that loads each rank's state before the first step continues with the same bits.
     `compression_choice` shows what "auto" chose and why.
 
+    With op=Adasum gradients stay on their rank: `clip_grad_norm` clips this rank's, `no_sync` changes nothing, and
+    `skip_synchronize` raises UsageError.
+
     Ranks along "tp" have the same data, or shards of a parameter, and are not reduced over. Parameters sharded along an
     axis of a mesh record their axis and need none of `process_set`, `ranks` and `mesh`.
 
@@ -125,6 +129,9 @@ def DistributedOptimizer(
         raise UsageError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     if getattr(optimizer, "averages_by_itself", False):
         raise UsageError(f"{type(optimizer).__name__} averages over the ranks by itself: use it as it is")
+    for group in optimizer.param_groups:
+        momentum = {"momentum": group.get("momentum"), "beta1": (*(group.get("betas") or ()), None)[0]}
+        check_no_momentum(compression, type(optimizer).__name__, momentum)
     check_one_choice("DistributedOptimizer", process_set=process_set, ranks=ranks, mesh=mesh)
     comm: Communicator | None = None
     if mesh is not None:
@@ -151,6 +158,7 @@ def DistributedOptimizer(
             core.process_set_of(process_set).coordinator("DistributedOptimizer")  # raises if it is not registered
         together = core.process_set_of(process_set).ranks or ()
         check_same_shard("op=Adasum", ((name, shard_of(one)) for name, one in chosen), together, local=True)
+        check_compressor(compression, "compression with op=Adasum")
         change_class(optimizer, AdasumMixin)
         wrapped: Any = optimizer
         wrapped._start_adasum(everything, compression, process_set)

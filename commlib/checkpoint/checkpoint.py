@@ -66,7 +66,7 @@ class Checkpoint:
         """Save all parts as the checkpoint of a step, and return its folder. Collective.
 
         Saving is atomic: a job killed meanwhile resumes from the previous checkpoint. Raises CommlibError on all ranks,
-        with the failed ranks and the reasons, and UsageError for state that cannot be saved.
+        with the failed ranks and the reasons, and UsageError for state that cannot be saved, or a wrong step.
         """
         with ExitStack() as held:
             return self._save(step, held)
@@ -78,6 +78,8 @@ class Checkpoint:
         digests: dict[str, str] = {}
 
         def look() -> None:
+            if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
+                raise UsageError(f"step must be an integer of at least 0, got {step!r}")
             if comm.rank == 0:
                 held.enter_context(folders.create_checkpoint(self.folder, step))
                 self._warn_about_newer(step, what)
@@ -109,7 +111,7 @@ class Checkpoint:
                     for rank, theirs in enumerate(everyone)
                     if ranks[rank] == rank
                 }
-                index = {"step": step, "ranks": comm.size, "writers": writers, "digests": by_file}
+                index = {"step": int(step), "ranks": comm.size, "writers": writers, "digests": by_file}
                 with folders.open_flushed(folders.unfinished_path(self.folder, step) / folders.INDEX) as file:
                     file.write(json.dumps(index).encode())
                 folders.finish(self.folder, step, self.keep, self._damaged - {step})

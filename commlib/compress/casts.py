@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 from commlib.compress.codec import Codec
 from commlib.compress.scheme import Scheme
 from commlib.dtypes import FLOATS, NUMPY
+from commlib.errors import UsageError
 
 
 class Compressor(Protocol):
@@ -64,6 +65,13 @@ def make_casts(
         make_cast("FP16Compressor", "Sends wider floating-point tensors as float16.", float16, "float16"),
         make_cast("BF16Compressor", "Sends wider floats as bfloat16: the range of float32.", bfloat16, "bfloat16"),
     )
+
+
+def check_compressor(given: Any, what: str = "compression") -> None:
+    """Raise UsageError unless `given` compresses single tensors. what: the argument, for errors."""
+    if not (hasattr(given, "compress") and hasattr(given, "decompress")):
+        hint = f"Compression.{given}" if given in ("none", "fp16", "bf16") else "Compression.none, .fp16 or .bf16"
+        raise UsageError(f"{what} must be an object with compress and decompress, got {given!r}: pass {hint}")
 
 
 def narrow_dtype(dtype: str, wire: str) -> str:

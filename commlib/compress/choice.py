@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from commlib.compress import scheme_of
 from commlib.compress.codec import Codec
 from commlib.compress.scheme import Scheme
+from commlib.compress.schemes.dgc import DGC
 from commlib.errors import UsageError
 
 CASTS = {"none": "", "fp16": "float16", "bf16": "bfloat16"}
@@ -44,3 +46,17 @@ def choose(given: Any) -> CompressionChoice:
         "compression must be a name such as 'int8', a codec or scheme of commlib.compress, a member of Compression, "
         f"or an object with compress and decompress, got {given!r}"
     )
+
+
+def check_no_momentum(given: Any, optimizer: str, momentum: Mapping[str, Any]) -> None:
+    """Raise UsageError if both the compression and the optimizer have momentum, which would count twice.
+
+    optimizer: the name of its class. momentum: its settings of momentum, by name; 0 or None means none.
+    """
+    scheme = choose(given).scheme
+    if not isinstance(scheme, DGC) or not scheme.momentum:
+        return
+    if has := [f"{name} {value}" for name, value in momentum.items() if value is not None and value]:
+        raise UsageError(
+            f"compression {given!r} includes momentum, but {optimizer} has {has[0]}, too: use SGD without momentum"
+        )

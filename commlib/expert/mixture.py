@@ -13,7 +13,7 @@ import numpy as np
 from commlib.comparison.gradient_comparison import print_of, tolerance_of
 from commlib.compress.registry import codec_of
 from commlib.dtypes import Array
-from commlib.errors import MismatchError, ShutdownError, line
+from commlib.errors import MismatchError, ShutdownError, UsageError, line
 from commlib.expert.dispatchers import dispatcher_over, leave
 from commlib.expert.expert_ranks import ExpertRanks
 from commlib.expert.experts import Experts
@@ -176,6 +176,19 @@ def stats_of(mixtures: Iterable[Mixture]) -> dict[str, ExpertStats]:
         for one, stats in zip(own, gather_stats([each.counted for each in own], comm), strict=True):
             result[one.name_among(result)] = stats
     return result
+
+
+def check_has_mixtures(
+    verb: str, model: object, kind: type, mixtures: Collection[object], *, whole: bool = True
+) -> None:
+    """Raise UsageError unless a call of `verb` has a model with mixtures of experts.
+
+    kind: the class of models. whole: whether it is the whole model; a stage of a pipeline may have no mixtures.
+    """
+    if not isinstance(model, kind):
+        raise UsageError(f"{verb}: model must be a {kind.__module__.split('.')[0]} {kind.__name__}, got {model!r:.80}")
+    if whole and not mixtures:
+        raise UsageError(f"{verb}: {type(model).__name__} has no mixture of experts: add MoE layers, or use expertize")
 
 
 def check_same_tokens(name: str, tensor: ParallelAxis | None, logits: Array) -> None:

@@ -38,9 +38,12 @@ BETWEEN_PASSES = (
 
 
 class State:
-    """The state that a training loop needs to resume. Subclasses define `save`, `restore` and `sync`."""
+    """The state that a training loop needs to resume. Subclasses define `save`, `restore` and `sync`.
 
-    def __init__(self, **kwargs: Any) -> None:
+    `bcast_object` and `get_rank` are Horovod's arguments.
+    """
+
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None, **kwargs: Any) -> None:
         self._reset_callbacks: list[Callable[[], Any]] = []
         self.commits = 0
         """The number of commits."""
@@ -92,10 +95,16 @@ class State:
 class ObjectState(State):
     """Holds attributes of any picklable type: `ObjectState(epoch=0, batch=0)`; then `state.epoch` and so on.
 
-    Subclasses override `keeper_of` to support other objects, such as models.
+    Subclasses override `keeper_of` to support other objects, such as models. `bcast_object` gives all ranks rank 0's
+    value; `get_rank` is Horovod's, and unused.
     """
 
-    def __init__(self, bcast_object: Callable[[Any], Any] = broadcast_object, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = broadcast_object,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._keepers: dict[str, Keeper] = {}
         super().__init__()
         self._bcast_object = bcast_object

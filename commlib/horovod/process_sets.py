@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import commlib
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from commlib.communicator import Communicator
 
 
+def _numbers(ranks: Iterable[int]) -> list[int]:
+    """Return ranks as integers. Raises UsageError."""
+    try:
+        return [index(rank) for rank in ranks]
+    except TypeError:
+        raise UsageError(
+            f"ProcessSet: expected global ranks such as [0, 1], or an mpi4py communicator, got {ranks!r}"
+        ) from None
+
+
 class ProcessSet:
     """A group of ranks. It can run operations once it is registered, by `init` or `add_process_set`.
 
@@ -23,6 +34,9 @@ class ProcessSet:
 
     Args:
         ranks_or_comm: Global ranks, or an mpi4py communicator over them.
+
+    Raises:
+        UsageError: For ranks that are no integers, negative, or not different.
 
     Examples:
         >>> group = ct.add_process_set(ct.ProcessSet([0, 1])) if ct.size() > 2 else ct.global_process_set
@@ -36,7 +50,7 @@ class ProcessSet:
             self.mpi_comm: Any = ranks_or_comm
         else:
             self.mpi_comm = None
-            numbers = [int(rank) for rank in ranks_or_comm]
+            numbers = _numbers(ranks_or_comm)
             self.ranks = sorted(numbers)
             if len(set(numbers)) < len(numbers) or min(numbers, default=0) < 0:
                 raise UsageError(f"ProcessSet: ranks {numbers} must be different and not negative")

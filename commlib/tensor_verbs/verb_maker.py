@@ -82,7 +82,7 @@ class VerbMaker:
     ) -> None:
         """Set the name, docstring and signature of `function` that a user reads."""
         function.__name__ = function.__qualname__ = name
-        function.__code__ = function.__code__.replace(co_name=name, co_qualname=name)  # type: ignore[attr-defined]
+        function.__code__ = function.__code__.replace(co_name=name, co_qualname=name)
         function.__module__, function.__doc__ = self.module, text
         signature = inspect.signature(build)
         parameters_of_verb = [

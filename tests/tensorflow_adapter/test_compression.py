@@ -154,3 +154,9 @@ def test_auto_is_resolved_by_ranks_that_reduce_by_name(comm: Any) -> None:
 def test_momentum_does_not_count_twice() -> None:
     with pytest.raises(UsageError, match=r"'dgc:ratio=0.1' includes momentum, but SGD has momentum 0.9"):
         DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), compression="dgc:ratio=0.1")
+    with pytest.raises(UsageError, match=r"includes momentum, but Adam has beta_1 0.9, too: use SGD without momentum"):
+        DistributedOptimizer(keras.optimizers.Adam(0.05), compression="dgc:ratio=0.1")
+    with pytest.raises(UsageError, match=r"but Adam has beta_1 0.9"):
+        DistributedOptimizer(
+            keras.mixed_precision.LossScaleOptimizer(keras.optimizers.Adam(0.05)), compression="dgc:ratio=0.1"
+        )

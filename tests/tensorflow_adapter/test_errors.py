@@ -58,6 +58,8 @@ def test_usage_errors(comm: Any, mode: str) -> None:
     run = in_mode(mode, lambda x: hvd.broadcast(x, comm.size))
     with pytest.raises(expected(mode, UsageError), match="root_rank"):
         run(tf.ones(2))
+    with pytest.raises(expected(mode, UsageError), match=r"got 'fp16': pass Compression.fp16"):
+        in_mode(mode, lambda x: hvd.allreduce(x, compression="fp16"))(tf.ones(2))
     with pytest.raises(Exception, match=r"bool.*scale"):
         in_mode(mode, lambda x: hvd.allreduce(x, op=hvd.Max, prescale_factor=2.0))(tf.constant([True]))
 

@@ -13,7 +13,7 @@ import pytest
 from commlib import Communicator
 from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
-from commlib_tensorflow.expert import MoE, load_experts, save_experts
+from commlib_tensorflow.expert import MoE, load_experts, rebalance_experts, save_experts
 
 O = keras.optimizers  # noqa: E741
 WIDTH = 4
@@ -133,3 +133,18 @@ def test_ranks_with_different_optimizers_are_refused(comm: Communicator, tmp_pat
     model, optimizer = build_model(comm, (lambda: O.Adam(0.01)) if comm.rank else (lambda: O.SGD(0.1, momentum=0.9)))
     with pytest.raises(MismatchError, match=r"save_experts: .*router/update"):
         save_experts(same(comm, tmp_path / "experts"), model, optimizer)
+
+
+def test_a_model_without_mixtures_is_refused(comm: Communicator, tmp_path: Path) -> None:
+    plain: Any = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    path: Any = same(comm, tmp_path / "experts")
+    calls = {
+        "save_experts": lambda model: save_experts(path, model),
+        "load_experts": lambda model: load_experts(path, model),
+        "rebalance_experts": rebalance_experts,
+    }
+    for verb, call in calls.items():
+        with pytest.raises(UsageError, match=f"{verb}: Sequential has no mixture of experts"):
+            call(plain)
+        with pytest.raises(UsageError, match=f"{verb}: model must be a keras Layer, got '.*experts'"):
+            call(path)

@@ -313,3 +313,16 @@ def test_mistakes_are_refused_before_communication(comm: Any) -> None:
     if comm.size == 1:
         with pytest.raises(UsageError, match="carries the momentum"):
             wrap(network(), "dgc")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "setting"),
+    [(torch.optim.SGD, {"momentum": 0.9}, "momentum 0.9"), (torch.optim.Adam, {}, "beta1 0.9")],
+)
+def test_momentum_does_not_count_twice(kind: Any, options: dict[str, Any], setting: str) -> None:
+    plain, heavy = network(), network()
+    groups = [{"params": plain.parameters(), "lr": 0.1}, {"params": heavy.parameters(), "lr": 0.1, **options}]
+    expected = f"'dgc:ratio=0.1' includes momentum, but {kind.__name__} has {setting}, too: use SGD without momentum"
+    with pytest.raises(UsageError, match=expected):
+        DistributedOptimizer(kind(groups), compression="dgc:ratio=0.1")
+    DistributedOptimizer(kind(groups), compression="dgc:momentum=0.0")

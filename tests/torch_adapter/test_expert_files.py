@@ -15,7 +15,7 @@ from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
 from commlib_torch import DistributedOptimizer, gather_optimizer_state
 from commlib_torch._shards import shard_of
-from commlib_torch.expert import MoE, load_experts, save_experts
+from commlib_torch.expert import MoE, load_experts, rebalance_experts, save_experts
 from tests.torch_adapter.expert_oracle import single
 
 O = torch.optim  # noqa: E741
@@ -210,3 +210,18 @@ def test_state_of_different_optimizers_is_not_gathered(comm: Communicator) -> No
     step(model.parameters(), optimizer, range(1))
     with pytest.raises(MismatchError, match=r"gather_optimizer_state: .*experts.*exp_avg"):
         gather_optimizer_state(optimizer, model.named_parameters())
+
+
+def test_a_model_without_mixtures_is_refused(comm: Communicator, tmp_path: Path) -> None:
+    plain: Any = nn.Linear(2, 2)
+    path: Any = same(comm, tmp_path / "experts")
+    calls = {
+        "save_experts": lambda model: save_experts(path, model),
+        "load_experts": lambda model: load_experts(path, model),
+        "rebalance_experts": rebalance_experts,
+    }
+    for verb, call in calls.items():
+        with pytest.raises(UsageError, match=f"{verb}: Linear has no mixture of experts"):
+            call(plain)
+        with pytest.raises(UsageError, match=f"{verb}: model must be a torch Module, got '.*experts'"):
+            call(path)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import commlib_torch as hvd
 from commlib.data_parallel.options import Options
 from commlib.errors import MismatchError, UsageError
+from commlib_torch import WrappedOptimizer
 
 from .oracle import assert_close, assert_same_everywhere, batch, gradients_of, loss_of, mine, model, parameters_of
 
@@ -232,6 +233,32 @@ def test_adasum(comm: Any, compression: Any) -> None:
     with pytest.raises(UsageError, match="Adasum"):
         optimizer.skip_synchronize()
     assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.Adam
+
+
+def test_adasum_has_the_methods_of_other_optimizers(comm: Any) -> None:
+    network = model()
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), op=hvd.Adasum)
+    promised = {name for kind in WrappedOptimizer.__mro__ for name in vars(kind) if not name.startswith("_")}
+    assert len(promised) > 10 and not promised - {"step"} - set(dir(type(optimizer)))
+    assert optimizer.report is None
+    with optimizer.no_sync():
+        loss_of(network, mine(comm, batch(comm))).backward()
+    norm = torch.cat([gradient.reshape(-1) for gradient in gradients_of(network)]).norm()
+    assert torch.allclose(optimizer.clip_grad_norm(norm.item() / 2).to(norm), norm)
+    assert torch.allclose(torch.cat([gradient.reshape(-1) for gradient in gradients_of(network)]).norm(), norm / 2)
+    optimizer.step()
+    nbytes = sum(parameter.nbytes for parameter in network.parameters())
+    assert optimizer.report.step == 1 and optimizer.report.sent_bytes == 2 * (comm.size - 1) * nbytes // comm.size
+    assert 0 < optimizer.exposed_seconds == optimizer.report.exposed_seconds < optimizer.report.seconds
+    assert optimizer.statistics.reductions == 1 and optimizer.compression_choice == "none: as requested"
+    with pytest.raises(UsageError, match="reducer: with op=Adasum, steps are combined"):
+        optimizer.reducer  # noqa: B018
+    optimizer.close()
+    loss_of(network, mine(comm, batch(comm))).backward()
+    optimizer.step()
+    assert optimizer.statistics.reductions == 1
+    with pytest.raises(UsageError, match=r"compression with op=Adasum must be .* got 'fp16': pass Compression.fp16"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model().parameters(), lr=0.1), compression="fp16", op=hvd.Adasum)
 
 
 def test_adasum_where_a_rank_has_no_gradient(comm: Any) -> None:

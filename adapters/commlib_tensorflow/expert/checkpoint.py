@@ -16,6 +16,7 @@ from commlib.expert.checkpoint import STEP
 from commlib_tensorflow._shards import own_of, shard_of, whole_of, whole_shape
 from commlib_tensorflow.expert._optimizer_states import OptimizerStates
 from commlib_tensorflow.expert.moe import MoE
+from commlib_tensorflow.expert.rebalance import mixtures_of
 from commlib_tensorflow.pipelines.pipeline import Pipeline
 
 
@@ -32,14 +33,13 @@ def save_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
         optimizer: Its optimizer; None: weights only.
 
     Raises:
-        UsageError: On all ranks for an optimizer that is not built, has accumulated gradients that it has not applied
-            yet, or has state that belongs to no weight.
+        UsageError: For a model without mixtures; on all ranks for an optimizer that is not built, has accumulated
+            gradients that it has not applied yet, or has state that belongs to no weight.
         MismatchError: If ranks pass different ones.
     """
-    layers = _layers(model)
-    if layers:
-        ranks = layers[0].mixture.ranks
-        checkpoint.save_together(ranks, path, lambda: _parts(layers, OptimizerStates("save_experts", optimizer)))
+    layers = _layers("save_experts", model)
+    ranks = layers[0].mixture.ranks
+    checkpoint.save_together(ranks, path, lambda: _parts(layers, OptimizerStates("save_experts", optimizer)))
 
 
 def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[checkpoint.ArrayMakers]:
@@ -72,11 +72,10 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
         optimizer: Its optimizer; None: weights only.
 
     Raises:
-        UsageError: On all ranks for another model, or for the state of another optimizer; nothing is changed then.
+        UsageError: On all ranks for a model without mixtures, for another model, or for the state of another optimizer;
+            nothing is changed then.
     """
-    layers = _layers(model)
-    if not layers:
-        return
+    layers = _layers("load_experts", model)
 
     def find(read: list[dict[str, Array]]) -> list[tuple[Any, Any]]:
         named, states = [list(_named_weights(layer)) for layer in layers], OptimizerStates("load_experts", optimizer)
@@ -101,10 +100,10 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
         variable.assign(value)
 
 
-def _layers(model: Any) -> list[MoE]:
+def _layers(verb: str, model: Any) -> list[MoE]:
     if isinstance(model, Pipeline):
         raise UsageError("experts of a pipeline are on several ranks: save the result of pipe.gather_weights()")
-    return [layer for layer in model._flatten_layers() if isinstance(layer, MoE)]
+    return mixtures_of(verb, model)
 
 
 def _named_weights(layer: Any) -> Iterator[tuple[str, Any, bool]]:

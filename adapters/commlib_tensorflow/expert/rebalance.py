@@ -10,10 +10,12 @@ import keras
 from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
+from commlib.expert.mixture import check_has_mixtures
 from commlib.expert.moving import move_experts, no_copy, rebalance
 from commlib.expert.placement import ExpertPlacement
 from commlib_tensorflow.expert._expert_optimizers import states_for
 from commlib_tensorflow.expert.moe import MoE
+from commlib_tensorflow.pipelines.pipeline import Pipeline
 
 
 def rebalance_experts(
@@ -37,17 +39,24 @@ def rebalance_experts(
         copies: Other models with the same mixtures, such as an average of the weights.
 
     Raises:
-        UsageError: On all ranks, before a layer's experts move, for copies with other mixtures, and for an optimizer
-            whose state does not have the shape of their weights.
+        UsageError: For a model without mixtures; on all ranks, before a layer's experts move, for copies with other
+            mixtures, and for an optimizer whose state does not have the shape of their weights.
         MismatchError: If ranks have different optimizers or copies.
     """
-    layers = _mixtures(model)
+    layers = mixtures_of("rebalance_experts", model)
     given = optimizer if optimizer is not None else getattr(model, "optimizer", None)
 
     def move(number: int, placement: ExpertPlacement) -> None:
         _move(layers, number, copies, given, placement)
 
     return rebalance([layer.mixture for layer in layers], least, move)
+
+
+def mixtures_of(verb: str, model: Any) -> list[MoE]:
+    """Return the mixtures of a model. Raises UsageError for a call of `verb` if it has none."""
+    layers = _mixtures(model)
+    check_has_mixtures(verb, model, keras.layers.Layer, layers, whole=not isinstance(model, Pipeline))
+    return layers
 
 
 def _mixtures(model: Any) -> list[MoE]:

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.compress.casts import Compressors
+from commlib.compress.casts import Compressors, check_compressor
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
 from commlib.literals import AlgorithmName
@@ -440,6 +440,7 @@ def _reduce_compressed(
     compression: Compressors,
 ) -> list[Any]:
     """Return the results of a reduction of compressed tensors, decompressed."""
+    check_compressor(compression)
     compressed, contexts = zip(*map(compression.compress, tensors), strict=True)
     results = operation(compressed, how)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]

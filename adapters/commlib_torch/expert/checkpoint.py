@@ -15,6 +15,7 @@ from commlib.expert import checkpoint
 from commlib_torch._shards import shard_of
 from commlib_torch.expert._optimizer_states import OptimizerStates, gather_full, take_shard
 from commlib_torch.expert.moe import MoE
+from commlib_torch.expert.rebalance import mixtures_of
 from commlib_torch.pipelines._stage_module import StageModule
 
 
@@ -31,13 +32,13 @@ def save_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
         optimizer: Its optimizer; None: weights only.
 
     Raises:
-        UsageError: On all ranks for optimizer states that are neither per element nor one number per parameter.
+        UsageError: For a model without mixtures; on all ranks for optimizer states that are neither per element nor one
+            number per parameter.
         MismatchError: If ranks have different kinds of state.
     """
-    layers = _layers(model)
-    if layers:
-        ranks = layers[0].mixture.ranks
-        checkpoint.save_together(ranks, path, lambda: _parts(layers, OptimizerStates("save_experts", optimizer)))
+    layers = _layers("save_experts", model)
+    ranks = layers[0].mixture.ranks
+    checkpoint.save_together(ranks, path, lambda: _parts(layers, OptimizerStates("save_experts", optimizer)))
 
 
 def _parts(layers: Sequence[MoE], states: OptimizerStates) -> list[checkpoint.ArrayMakers]:
@@ -66,12 +67,10 @@ def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
         optimizer: Its optimizer; None: weights only.
 
     Raises:
-        UsageError: On all ranks for another model, for another optimizer's states, or for other settings; the model is
-            then unchanged.
+        UsageError: On all ranks for a model without mixtures, for another model, for another optimizer's states, or for
+            other settings; the model is then unchanged.
     """
-    layers = _layers(model)
-    if not layers:
-        return
+    layers = _layers("load_experts", model)
 
     def find(read: list[dict[str, Array]]) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
         named, states = [list(_named_layers(layer)) for layer in layers], OptimizerStates("load_experts", optimizer)
@@ -96,10 +95,10 @@ def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
             states.put(tensor, slots)
 
 
-def _layers(model: nn.Module) -> list[MoE]:
+def _layers(verb: str, model: nn.Module) -> list[MoE]:
     if isinstance(model, StageModule):
         raise UsageError("experts of a pipeline are on several ranks: save the result of pipe.gather_state_dict()")
-    return [module for module in model.modules() if isinstance(module, MoE)]
+    return mixtures_of(verb, model)
 
 
 def _named_layers(layer: MoE) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
 from commlib.expert.expert_ranks import place_shard
+from commlib.expert.mixture import check_has_mixtures
 from commlib.expert.moving import move_experts, no_copy, rebalance
 from commlib.expert.placement import ExpertPlacement
 from commlib.sharding.shards import world_ranks
@@ -23,6 +24,7 @@ from commlib_torch.expert._family import Family
 from commlib_torch.expert._optimizer_states import is_number, is_stack
 from commlib_torch.expert._step_hooks import keepers_of
 from commlib_torch.expert.moe import MoE
+from commlib_torch.pipelines._stage_module import StageModule
 
 
 def rebalance_experts(
@@ -50,17 +52,24 @@ def rebalance_experts(
         copies: Other models with the same mixtures, such as an average of the weights.
 
     Raises:
-        UsageError: On all ranks, before a layer's experts move, for `copies` with other mixtures, and for an optimizer
-            with states that are not per element of the weights.
+        UsageError: For a model without mixtures; on all ranks, before a layer's experts move, for `copies` with other
+            mixtures, and for an optimizer with states that are not per element of the weights.
         MismatchError: If ranks have other copies, or optimizers.
     """
-    layers = _mixtures(model)
+    layers = mixtures_of("rebalance_experts", model)
     following = _find_copies(layers, copies)
 
     def move(number: int, placement: ExpertPlacement) -> None:
         _move(layers[number], following[id(layers[number])], optimizer, placement)
 
     return rebalance([layer.mixture for layer in layers], least, move)
+
+
+def mixtures_of(verb: str, model: nn.Module) -> list[MoE]:
+    """Return the mixtures of a model. Raises UsageError for a call of `verb` if it has none."""
+    layers = _mixtures(model) if isinstance(model, nn.Module) else []
+    check_has_mixtures(verb, model, nn.Module, layers, whole=not isinstance(model, StageModule))
+    return layers
 
 
 def _mixtures(model: nn.Module) -> list[MoE]:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from commlib import horovod as core
-from commlib.compress.casts import Compressors
+from commlib.compress.casts import Compressors, check_compressor
 from commlib.horovod import Reduction
 from commlib_torch._bridge import check_dense
 from commlib_torch._call import verb_maker
@@ -237,6 +237,7 @@ def _compressed(
     compression: Compressors, tensors: Sequence[Tensor], verb: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 ) -> list[Tensor]:
     """Run a verb on compressed tensors; return the results, decompressed."""
+    check_compressor(compression)
     for tensor in tensors:
         check_dense(tensor)
     pairs = [compression.compress(tensor) for tensor in tensors]

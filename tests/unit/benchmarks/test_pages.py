@@ -142,7 +142,7 @@ def test_divided_blocks() -> None:
     recorded = {
         who: {"parameters": size, "activations": 10**6} for who, size in (("ours", 10**6), ("one process", 3 * 10**6))
     }
-    block = [{"tokens": 16, "seconds": seconds, "kept": recorded, "reduced": 131072, "formula": 131072}]
+    block = [{"tokens": 16, "seconds": seconds, "saved_bytes": recorded, "reduced": 131072, "formula": 131072}]
     text = written("tensor", record("tensor", block=block))
     assert "| 16 | 10.00 | 2.00 (2.00-2.00) | 8.00 | 1.80 | 2.0 of 4.0 | 128 Ki (128 Ki) |" in text
 

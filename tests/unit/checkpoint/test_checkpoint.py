@@ -247,3 +247,12 @@ def test_saving_without_resuming_warns(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_checkpoint_prints_its_parts_and_folder(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, {"own": Cell(1).part(), "alike": Cell(2).part()}, keep=3)
     assert repr(checkpoint) == f"<Checkpoint of alike, own in {tmp_path}, the last 3>"
+
+
+@pytest.mark.parametrize("step", [-1, "a", 1.5, None, True])
+def test_a_step_that_no_job_would_find_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(UsageError, match=f"step must be an integer of at least 0, got {step!r}"):
+        saved(tmp_path, 2, step)
+    assert not files(tmp_path)
+    saved(tmp_path, 2, np.int64(0))  # type: ignore[arg-type]
+    assert resumed(tmp_path, 2)[0][0] == 0

@@ -77,6 +77,19 @@ def state(**values):
     return hvd.elastic.ObjectState(bcast_object=lambda value: value, **values)
 
 
+def test_state_takes_the_arguments_of_horovod():
+    kept = hvd.elastic.ObjectState(lambda value: {**value, "epoch": 5}, lambda: 0, epoch=1)
+    assert kept.epoch == 1 and not hasattr(kept, "get_rank")
+    kept.sync()
+    assert kept.epoch == 5
+
+    class Own(hvd.elastic.State):
+        def __init__(self, bcast_object, get_rank):
+            super().__init__(bcast_object, get_rank)
+
+    assert Own(None, lambda: 0).commits == 0
+
+
 def test_a_state_returns_to_the_last_commit():
     state_ = state(epoch=1, order=[1, 2])
     state_.epoch, state_.order[0] = 2, 9
