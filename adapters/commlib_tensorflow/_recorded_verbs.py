@@ -1,9 +1,10 @@
 """Ordered verbs with gradients: see `commlib.tensor_verbs.gradients` for the backward of each.
 
-Eagerly a verb has a gradient if a tape watches its tensor. In a graph every verb on floating-point numbers has one, as
-gradients may be requested later. A tape goes through the operations in an order that follows from the graph, so ranks
-that compute the same function run the backwards in the same order; in a traced function they are nodes, in the order
-in which they were made.
+Eagerly a verb has a gradient if a tape or a forward accumulator watches its tensor; the accumulator runs the backward
+and the backward of that at once, so forward mode sends three times the data. In a graph every verb on floating-point
+numbers has one, as gradients may be requested later. A tape goes through the operations in an order that follows from
+the graph, so ranks that compute the same function run the backwards in the same order; in a traced function they are
+nodes, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -121,7 +122,10 @@ def _with_gradient(call: TensorCall[Any], forward: Callable[[Any], Any], x: Any,
 
         return results, backward
 
-    return tf.custom_gradient(differentiable)(x)
+    results = tf.custom_gradient(differentiable)(x)
+    if not label:
+        GRADIENTS.continue_forward(owner)
+    return results
 
 
 def _trace(call: TensorCall[Any], label: str) -> Any:
