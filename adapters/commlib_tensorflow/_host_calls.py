@@ -295,7 +295,8 @@ def refuse_vectorized() -> None:
     if any(scope.startswith("loop_body") for scope in scopes) and not str(graph.name).startswith("scratch_graph"):
         raise UsageError(
             "a collective operation was called in tf.vectorized_map (which TimeDistributed uses for sequences of "
-            "unknown length), where it would have no gradient: use tf.map_fn, or set the sequence length"
+            "unknown length, and tape.jacobian for its rows), where it would have no gradient: use tf.map_fn, set the "
+            "sequence length, or pass experimental_use_pfor=False to tape.jacobian"
         )
 
 

@@ -132,6 +132,17 @@ def test_forward_mode_around_a_traced_function_is_refused(comm: Any) -> None:
         tf.function(lambda x: ct.all_reduce(x, ranks=comm))(x)
 
 
+def test_jacobian(comm: Any) -> None:
+    x = tf.constant([1.0, 2.0])
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = ct.all_reduce(x * x, ranks=comm)
+    with pytest.raises(Exception, match=r"pass experimental_use_pfor=False to tape\.jacobian"):
+        tape.jacobian(y, x)
+    found = tape.jacobian(y, x, experimental_use_pfor=False)
+    np.testing.assert_allclose(found.numpy(), 2 * comm.size * np.diag(x.numpy()))
+
+
 def model(x: Any, comm: Any) -> Any:
     """A function of several verbs, each of whose results feeds another one."""
     y = ct.all_gather(tf.sin(x), ranks=comm)
@@ -289,3 +300,10 @@ def test_a_keras_model_trains_through_a_verb(comm: Any) -> None:
     # The same rows on all ranks: the mean is that of one rank, and so is its gradient.
     got = trained([tf.keras.layers.Dense(1), Shared()], rows, rows.sum(1, keepdims=True) * 2)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_help_states_the_gradients() -> None:
+    assert "the gradient on the root is the sum instead" in str(ct.broadcast.__doc__)
+    text, arguments = str(ct.all_to_all_v.__doc__).split("Args:")
+    assert "Differentiates: the gradients of the rows" in text
+    assert "Differentiates" not in arguments
