@@ -83,7 +83,8 @@ class Communicator:
         """Objects that other parts of commlib cache for these ranks, by key."""
 
     def __repr__(self) -> str:
-        return f"<Communicator {self.name}: rank {self.rank} of {self.size}>"
+        closed = ", closed" if self.group.progress.is_closed else ""
+        return f"<Communicator {self.name}: rank {self.rank} of {self.size}{closed}>"
 
     def __enter__(self) -> Self:
         return self

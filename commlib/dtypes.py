@@ -51,6 +51,11 @@ def kernel_operation(dtype: str, operation: str) -> str:
     if operation in BITWISE and dtype in INTEGERS:
         return operation
     if operation not in OPERATIONS:
+        if operation in BITWISE:
+            instead = {"and": "'min' (all)", "or": "'max' (any)"}[operation]
+            raise UsageError(f"operation {operation!r} is for integers, not for {dtype}; for bool pass {instead}")
+        if isinstance(core := getattr(operation, "core", None), str):  # a ReduceOp of Horovod's API
+            raise UsageError(f"operation {operation!r} is for operations by name, such as allreduce: pass {core!r}")
         raise UsageError(
             f"unknown operation {operation!r}; known are {', '.join(OPERATIONS)}{suggest(operation, OPERATIONS)}"
         )

@@ -21,6 +21,12 @@ Array = npt.NDArray[Any]
 ALIGNMENT = 64
 """Bytes. TensorFlow adopts memory that starts at a multiple of it; over DLPack it aborts the process otherwise."""
 
+_TO_DENSE = {
+    tf.IndexedSlices: ("an IndexedSlices", "tf.convert_to_tensor(x)"),
+    tf.SparseTensor: ("a SparseTensor", "tf.sparse.to_dense(x)"),
+    tf.RaggedTensor: ("a RaggedTensor", "x.to_tensor()"),
+}
+
 
 def dtype_name(dtype: Any) -> str:
     """Return the core's name of a TensorFlow dtype, such as "bfloat16". Raises UsageError for unsupported ones."""
@@ -35,8 +41,9 @@ def as_tensor(value: Any) -> tf.Tensor:
 
     Raises UsageError if the value is not a tensor.
     """
-    if isinstance(value, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
-        raise UsageError(f"expected a dense tensor, got a {type(value).__name__}: convert it with tf.convert_to_tensor")
+    if isinstance(value, tuple(_TO_DENSE)):
+        name, convert = next(how for kind, how in _TO_DENSE.items() if isinstance(value, kind))
+        raise UsageError(f"expected a dense tensor, got {name}: convert it with {convert}")
     try:
         tensor = tf.convert_to_tensor(value)
     except (TypeError, ValueError) as error:

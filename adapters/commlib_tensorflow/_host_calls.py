@@ -29,9 +29,17 @@ from commlib_tensorflow._node_order import keep_order
 from commlib_tensorflow.errors import as_tensorflows
 
 try:
+    from tensorflow.python.eager.forwardprop_util import pack_tangents as _pack_tangents
     from tensorflow.python.eager.record import could_possibly_record as _some_tape_records
     from tensorflow.python.eager.record import should_record_backprop as _are_watched
+    from tensorflow.python.ops.gradients_util import PossibleTapeGradientTypes as _gradient_types
 except ImportError:  # they are not public
+
+    def _pack_tangents(tensors: Any) -> Any:
+        return (), ()
+
+    def _gradient_types(tensors: Any) -> int:
+        return 0
 
     def _some_tape_records() -> bool:
         return True
@@ -123,6 +131,7 @@ def _make_node(
     of: Callable[[Any], Any] = np.asarray,  # TensorFlow passes a numpy scalar for a tensor without dimensions
 ) -> list[Any]:
     _refuse_xla()
+    _refuse_forward_mode(inputs)
     keep_order()
 
     def guarded(*given: Any) -> list[Any]:
@@ -178,7 +187,8 @@ def _make_chained_node(what: str, make: Callable[[], list[Any]]) -> list[Any]:
     if not hasattr(graph, "outer_graph") or hasattr(graph.outer_graph, "outer_graph") or not _is_eager_outside():
         raise UsageError(
             f"{what}: nothing orders the nodes of this graph, so ranks may run them in different orders: use a "
-            "tf.function, and compute gradients either inside the outermost one or outside of all of them"
+            "tf.function, and compute gradients either inside the outermost one or outside of all of them; for forward "
+            "mode (tf.autodiff.ForwardAccumulator), call the function eagerly, or take two tf.GradientTape instead"
         )
     with tf.control_dependencies(getattr(graph, _LAST, [])):
         results = make()
@@ -216,8 +226,14 @@ def is_recording() -> bool:
 
 
 def is_recorded(tensor: Any) -> bool:
-    """Return whether a tape watches a tensor. In a traced function only tapes of that function are seen."""
-    return bool(_are_watched([tensor]))
+    """Return whether a tape or a forward accumulator watches a tensor. A traced function sees only those in it."""
+    # Only the second sees accumulators, and the tapes that they make to run backwards.
+    return bool(_are_watched([tensor]) or _gradient_types([tensor]))
+
+
+def _has_tangents(tensors: Sequence[Any]) -> bool:
+    """Return whether a `tf.autodiff.ForwardAccumulator` watches one of the tensors."""
+    return bool(_pack_tangents(list(tensors))[1])
 
 
 def operation_name(verb: str, name: str | None, tensor: Any = None, *, ignore_name_scope: bool = False) -> str | None:
@@ -279,7 +295,21 @@ def refuse_vectorized() -> None:
     if any(scope.startswith("loop_body") for scope in scopes) and not str(graph.name).startswith("scratch_graph"):
         raise UsageError(
             "a collective operation was called in tf.vectorized_map (which TimeDistributed uses for sequences of "
-            "unknown length), where it would have no gradient: use tf.map_fn, or set the sequence length"
+            "unknown length, and tape.jacobian for its rows), where it would have no gradient: use tf.map_fn, set the "
+            "sequence length, or pass experimental_use_pfor=False to tape.jacobian"
+        )
+
+
+def _refuse_forward_mode(inputs: Sequence[Any]) -> None:
+    """Raise UsageError for inputs of a node that a forward accumulator watches: TensorFlow would take them for zeros.
+
+    In a graph, unlike eagerly, TensorFlow has no tangent for the result of a `tf.custom_gradient`.
+    """
+    if _has_tangents(inputs):
+        raise UsageError(
+            "a collective operation was called in a traced function on a tensor that a tf.autodiff.ForwardAccumulator "
+            "watches, where forward mode would lose its derivative: call the function eagerly, take two "
+            "tf.GradientTape instead (reverse mode), or pass tf.stop_gradient(tensor)"
         )
 
 

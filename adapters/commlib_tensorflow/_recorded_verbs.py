@@ -1,9 +1,10 @@
 """Ordered verbs with gradients: see `commlib.tensor_verbs.gradients` for the backward of each.
 
-Eagerly a verb has a gradient if a tape watches its tensor. In a graph every verb on floating-point numbers has one, as
-gradients may be requested later. A tape runs the backwards of a graph or a thread in the reverse order of the calls:
-the same order on all ranks, see `_BackwardOrder`. In a traced function they are nodes, in the order in which they were
-made.
+Eagerly a verb has a gradient if a tape or a forward accumulator watches its tensor; the accumulator runs the backward
+and the backward of that at once, so forward mode sends three times the data. In a graph every verb on floating-point
+numbers has one, as gradients may be requested later. A tape runs the backwards of a graph or a thread in the reverse
+order of the calls: the same order on all ranks, see `_BackwardOrder`. In a traced function they are nodes, in the order
+in which they were made.
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ def _with_gradient(call: TensorCall[Any], forward: Callable[[Any], Any], x: Any,
 
     *results, token = tf.custom_gradient(differentiable)(x, *_ORDER.last())
     _ORDER.append(token)
+    if not label:
+        GRADIENTS.continue_forward(owner)
     return tuple(results) if call.result is RECEIVED else results[0]
 
 

@@ -335,7 +335,10 @@ class Group:
         Its transport is freed at the next collective free: see `DeferredFree`.
         """
         self.runtime.groups.discard(self)
-        self.progress.close()
+        if self.runtime.closing:
+            self.progress.close()
+        else:
+            self.progress.close(f"{self.name} is closed, by close() or by the end of its `with` block")
         self.runtime.poller.forget(self)
         self._standing.close()
         self._memories.close()

@@ -85,7 +85,7 @@ class Progress:
         """Number of operations that are started, queued, or running on the thread, plus RECORDED. Read while `running`
         is held: while it is 0 a call may run in its caller's thread, and is not recorded."""
         self.thread: threading.Thread | None = None  # until the first queued operation
-        self._closed = False
+        self._closed, self._why_closed = False, ""
         self.current = ""  # text of the operation on the thread, for messages
         self.in_background = False  # True while an operation runs on the thread
 
@@ -167,7 +167,7 @@ class Progress:
         try:
             with self._lock:
                 if self._closed:
-                    raise ShutdownError(f"{description}: commlib has been shut down")
+                    raise ShutdownError(f"{description}: {self._why_closed}")
                 self._queue_started()
                 self.pending += 1
                 work.record = self.journal.queue(description, x)
@@ -299,10 +299,15 @@ class Progress:
         """Describe the first failed work whose error no caller has seen; "" without one."""
         return self._failures.unseen()
 
-    def close(self) -> None:
-        """Accept no more operations; queued ones that have not started end with ShutdownError."""
+    @property
+    def is_closed(self) -> bool:
+        """Whether it accepts no more operations."""
+        return self._closed
+
+    def close(self, why: str = "commlib has been shut down") -> None:
+        """Accept no more operations; queued ones that have not started end with ShutdownError. why: for errors."""
         with self._lock:
-            self._closed = True
+            self._closed, self._why_closed = True, self._why_closed or why
             self.pending += 1  # forever: no operation may run in its caller's thread either
             self._queue_started()
             dropped = list(self._queue)

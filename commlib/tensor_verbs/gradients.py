@@ -97,6 +97,10 @@ class CallNumbers:
         """Let the next forward of `owner` start at 0."""
         self._in_backward[owner] = True
 
+    def continue_forward(self, owner: Any) -> None:
+        """Undo `begin_backward`, for the backwards that forward mode has run during a forward."""
+        self._in_backward.pop(owner, None)
+
 
 class VerbGradients(Generic[T]):
     """The gradients of the ordered verbs of one framework.
@@ -142,6 +146,10 @@ class VerbGradients(Generic[T]):
         """Return the data of a call, labelled `label`, that its backward needs. owner: by default its communicator."""
         owner = call.comm if owner is None else owner
         return RecordedVerb(call.verb, call.comm, call.options(), owner, self._numbers.take(owner, label), received)
+
+    def continue_forward(self, owner: Any) -> None:
+        """Go on with the numbers of a forward, after forward mode has run backwards during it."""
+        self._numbers.continue_forward(owner)
 
     def gradient(self, recorded: RecordedVerb, form: InputForm[T], gradient: T) -> T:
         """Return the gradient of the input from the gradient of the result. It may lack the input's shape."""

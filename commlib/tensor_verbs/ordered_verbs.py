@@ -273,11 +273,12 @@ class OrderedVerbs(Generic[T]):
     ) -> TensorCall[tuple[T, T]]:
         """Send `splits[i]` rows of `tensor` to rank i; return (the rows received, int64 number of rows from each rank).
 
+        Differentiates: the gradients of the rows go back to where the rows are from.
+
         Args:
             tensor: A tensor; its rows go to the ranks in rank order.
             splits: The number of rows for each rank.
-            takes: Number of rows received from each rank, if all ranks have it. Differentiates: the gradients of the
-                rows go back to where the rows are from.
+            takes: Number of rows received from each rank, if all ranks have it.
             ranks: The ranks that call it, such as `mesh["dp"]`; None: all.
         """
         group = group_of(ranks, "all_to_all_v")

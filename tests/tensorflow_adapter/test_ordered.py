@@ -315,6 +315,9 @@ def test_bad_arguments(comm: Any, mode: str) -> None:
         (lambda x: ct.all_to_all_v(x, [1] * comm.size), "splits"),
         (lambda x: ct.broadcast(x, root=comm.size, ranks=comm), "root"),
         (lambda x: ct.send(x, comm.size), "peer"),
+        (lambda x: ct.all_gather(tf.ragged.constant([[1], [2, 3]])), r"a RaggedTensor: .* x.to_tensor\(\)"),
+        (lambda x: ct.all_reduce(tf.sparse.from_dense([[1.0, 0.0]])), r"a SparseTensor: .* tf.sparse.to_dense\(x\)"),
+        (lambda x: ct.all_reduce(tf.IndexedSlices(x, x)), r"an IndexedSlices: .* tf.convert_to_tensor\(x\)"),
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=text) as caught:
             in_mode(mode, call)(tf.ones(2 + comm.size))

@@ -48,7 +48,23 @@ def unknown_shapes(run: Callable[[Any], Any], x: Any, weights: Any) -> tuple[Any
     return gradients(traced, x, weights)
 
 
-FORMS = [eagerly, tapes_inside, tapes_outside, unknown_shapes]
+def forward_over_reverse(run: Callable[[Any], Any], x: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """The gradient of the squares of a gradient is twice its derivative in its own direction: the loss is quadratic."""
+
+    def gradient() -> tuple[Any, Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = run(x)
+            loss = tf.reduce_sum(weights * tf.square(result))
+        return result, tape.gradient(loss, x)
+
+    direction = gradient()[1]
+    with tf.autodiff.ForwardAccumulator(x, direction) as accumulator:
+        result, found = gradient()
+    return result, found, 2 * accumulator.jvp(found)
+
+
+FORMS = [eagerly, tapes_inside, tapes_outside, unknown_shapes, forward_over_reverse]
 
 
 def differentiate(case: Case, comm: Any, form: Any, x: Array, weights: Array) -> tuple[Any, ...]:
@@ -61,6 +77,70 @@ def differentiate(case: Case, comm: Any, form: Any, x: Array, weights: Array) ->
 def test_gradients_match_one_process(comm: Any, name: str, form: Any) -> None:
     case = CASES[name]
     verb_gradients.check(case, comm, lambda x, weights: differentiate(case, comm, form, x, weights))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_mode(comm: Any, name: str) -> None:
+    """A verb is linear, so its derivative in the direction of the input is the result."""
+    case = CASES[name]
+    x = tf.constant(verb_gradients.expected(case, comm.rank, comm.size).x)
+    with tf.autodiff.ForwardAccumulator(x, x) as accumulator:
+        result = case.call(ct, x, comm, zeros)
+    np.testing.assert_allclose(accumulator.jvp(result).numpy(), result.numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_forward_mode_through_several_verbs(comm: Any) -> None:
+    x = tf.constant(np.random.default_rng(comm.rank).standard_normal((2, 2)))
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+        loss = model(x, comm)
+    step = 1e-4
+    slope = (model(x + step, comm) - model(x - step, comm)) / (2 * step)
+    np.testing.assert_allclose(accumulator.jvp(loss).numpy(), slope.numpy(), rtol=1e-6)
+
+
+@pytest.mark.ranks(min=2)
+def test_forward_mode_keeps_the_numbers_of_calls(comm: Any) -> None:
+    """Ranks whose backwards come in different orders must not exchange the gradients of two calls."""
+    group = comm.split(0)
+    x = tf.ones(3)
+    with tf.autodiff.ForwardAccumulator(x, x), tf.GradientTape() as tape:
+        tape.watch(x)
+        one, two = ct.all_reduce(x, ranks=group), ct.all_reduce(tf.sin(x), ranks=group)
+        last = two if comm.rank == 0 else one
+    with pytest.raises(MismatchError, match="of gradients, call"):
+        tape.gradient(last, x)
+
+
+@pytest.mark.parametrize("verb", [ct.all_reduce, ct.all_gather, ct.allreduce, ct.allgather], ids=lambda v: v.__name__)
+def test_forward_mode_in_a_traced_function_is_refused(verb: Any) -> None:
+    """TensorFlow would give zeros."""
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def run(x: Any, call: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+            y = verb(call(x * x))
+        return y, accumulator.jvp(y)
+
+    with pytest.raises(UsageError, match=r"ForwardAccumulator.*call the function eagerly.*two tf\.GradientTape"):
+        run(tf.ones(2), lambda x: x)
+    run(tf.ones(2), tf.stop_gradient)
+
+
+def test_forward_mode_around_a_traced_function_is_refused(comm: Any) -> None:
+    x = tf.ones(2)
+    with tf.autodiff.ForwardAccumulator(x, x), pytest.raises(UsageError, match=r"for forward mode .*call .* eagerly"):
+        tf.function(lambda x: ct.all_reduce(x, ranks=comm))(x)
+
+
+def test_jacobian(comm: Any) -> None:
+    x = tf.constant([1.0, 2.0])
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = ct.all_reduce(x * x, ranks=comm)
+    with pytest.raises(Exception, match=r"pass experimental_use_pfor=False to tape\.jacobian"):
+        tape.jacobian(y, x)
+    found = tape.jacobian(y, x, experimental_use_pfor=False)
+    np.testing.assert_allclose(found.numpy(), 2 * comm.size * np.diag(x.numpy()))
 
 
 def model(x: Any, comm: Any) -> Any:
@@ -129,6 +209,14 @@ def test_verbs_without_a_backward_are_refused_before_anything_is_sent(comm: Any,
         return x
 
     (tf.function(call) if traced else call)(tf.ones(comm.size))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_verbs_without_a_backward_are_refused_in_forward_mode(comm: Any, name: str) -> None:
+    verb, text = REFUSED[name]
+    x = tf.ones(comm.size)
+    with tf.autodiff.ForwardAccumulator(x, x), pytest.raises(UsageError, match=text):
+        verb(x * 2.0, comm)
 
 
 @pytest.mark.ranks(min=2)
@@ -250,3 +338,10 @@ def test_backwards_run_in_the_same_order_whatever_a_loss_looks_like(comm: Any, v
     run = tf.function(gradient) if traced else gradient
     for _ in range(3):
         np.testing.assert_allclose(run(values[rank]), expected, rtol=0, atol=1e-10)
+
+
+def test_help_states_the_gradients() -> None:
+    assert "the gradient on the root is the sum instead" in str(ct.broadcast.__doc__)
+    text, arguments = str(ct.all_to_all_v.__doc__).split("Args:")
+    assert "Differentiates: the gradients of the rows" in text
+    assert "Differentiates" not in arguments

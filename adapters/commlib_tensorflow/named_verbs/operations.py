@@ -225,7 +225,7 @@ def broadcast(
     """Return a new tensor with the values of global rank `root_rank`. Differentiable.
 
     The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `ranks` it is the
-    ordered verb on those ranks, `root` is a rank among them, and there is no gradient.
+    ordered verb on those ranks, `root` is a rank among them, and the gradient on the root is the sum instead.
 
     Args:
         tensor: A tensor, variable, array or number.

@@ -88,9 +88,10 @@ def _broadcast(
     algorithm: AlgorithmName = "auto",
     ranks: Ranks | None = None,
 ) -> Startable[Tensor]:
-    """Return a new tensor with the values of rank `root_rank`.
+    """Return a new tensor with the values of rank `root_rank`. Differentiable.
 
-    It differentiates: the root's gradient is the mean of all ranks', or their sum if `ranks` is given.
+    The gradient is the average over ranks on the root and zeros elsewhere, as in Horovod. With `ranks` it is the
+    ordered verb on those ranks, `root` is a rank among them, and the gradient on the root is the sum instead.
 
     Args:
         tensor: A tensor of any dtype of the core, of the same shape and dtype on all ranks.

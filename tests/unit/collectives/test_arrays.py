@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import numpy as np
 import pytest
 
 from commlib.config.settings import Config
-from commlib.errors import UsageError
+from commlib.errors import ShutdownError, UsageError
+from commlib.horovod import Sum
 from tests.bodies.loopback import run
 from tests.oracles.oracle import assert_same, combined, values
 
@@ -283,10 +285,31 @@ def test_missing_roots_and_peers_are_refused(nodes, root):
 
 
 @LAYOUTS
+def test_a_closed_communicator(nodes):
+    def check(comm):
+        with comm.split(0) as group:
+            assert repr(group) == f"<Communicator {group.name}: rank {comm.rank} of {SIZE}>"
+        assert repr(group) == f"<Communicator {group.name}: rank {comm.rank} of {SIZE}, closed>"
+        for call in (lambda: group.all_reduce(np.ones(2)), group.barrier, lambda: group.split(0)):
+            with pytest.raises(ShutdownError, match=re.escape(f"{group.name} is closed, by close()")):
+                call()
+
+    run(SIZE, check, nodes=nodes, config=CONFIG)
+
+
+@LAYOUTS
 def test_unknown_operations_algorithms_and_dtypes_are_refused(nodes):
     def check(comm):
         with pytest.raises(UsageError, match="unknown operation 'avg'; known are sum, mean, min, max, prod"):
             comm.all_reduce(np.ones(3), "avg")
+        for x, text in (
+            (np.ones(3), "for integers, not for float64"),
+            (np.ones(3, bool), r"for bool pass 'max' \(any\)"),
+        ):
+            with pytest.raises(UsageError, match=text):
+                comm.all_reduce(x, "or")
+        with pytest.raises(UsageError, match=r"ReduceOp.SUM: 1> is for operations by name.*: pass 'sum'"):
+            comm.all_reduce(np.ones(3), Sum)
         with pytest.raises(UsageError, match=r"no algorithm 'rign'; known are .*ring"):
             comm.all_reduce(np.ones(3), algorithm="rign")
         with pytest.raises(UsageError, match=r"native.*needs MPI"):
