@@ -16,7 +16,9 @@ loss together. edp and ep, along which experts are replicated and sharded, may b
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of a mesh over which gradients are averaged. Raises UsageError if the mesh has none."""
+    """Return the axes of a mesh over which gradients are averaged. Raises UsageError if it has none, or is no mesh."""
+    if not hasattr(mesh, "axes"):
+        raise UsageError(f"mesh= must be a commlib.Mesh, got {mesh!r}: pass ranks= for a communicator")
     is_part = "dp" in mesh and "dp" not in mesh.axes
     axes = tuple(axis for axis in DATA_AXES if axis in mesh and not (is_part and axis in ("edp", "ep")))
     if not axes:

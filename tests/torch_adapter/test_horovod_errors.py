@@ -134,6 +134,8 @@ def test_invalid_arguments_are_refused_locally(comm: Any) -> None:
         hvd.allreduce(torch.eye(2).to_sparse())
     with pytest.raises(UsageError, match="expected a torch tensor, got ndarray"):
         hvd.allreduce(np.zeros(2))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected a torch tensor, got str"):
+        hvd.broadcast("abc", 0)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"compression must be .* got 'fp16': pass Compression.fp16"):
         hvd.allreduce(torch.ones(2), compression="fp16")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="float8"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from commlib import horovod as core
 from commlib.horovod import Reduction
+from commlib_torch._bridge import check_dense
 from commlib_torch.named_verbs._named_operations import (
     ProcessSets,
     Splits,
@@ -76,6 +77,7 @@ def allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessS
 
 def broadcast(tensor: Tensor, root: int, name: str | None, process_set: ProcessSets) -> Tensor:
     """Return the tensor of `root`. Backward gives `root` the mean of the gradients, zeros to the others."""
+    check_dense(tensor)
 
     def forward(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
         def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, ParallelAxis, axis_of
 from commlib.tensor_parallel import moves
 from commlib.tensor_parallel.moves import COPY, REDUCE, Redistribute
@@ -120,6 +121,8 @@ def redistribute(
 
     layer: the sharded layer that takes `x` unsharded, or returns the result unsharded, if there is one.
     """
+    if not isinstance(x, Tensor):
+        raise UsageError(f"{move.name}: expected a torch tensor, got {type(x).__name__}")
     if axis.size == 1 and move.name != "all_to_all":
         return x
     if move.name in _LEAVES:

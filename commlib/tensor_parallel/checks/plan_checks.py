@@ -96,6 +96,8 @@ def find_plan(
             raise UsageError(f'parallelize: plan is {plan!r}, expected styles by names of layers, or "auto"')
         if call is None:
             raise UsageError('parallelize: plan="auto" runs the model once: pass a batch as example= or verify=')
+        if not callable(report):  # only rank 0 calls it
+            raise UsageError(f"parallelize: report must be a function of a text, such as print, got {report!r}")
         trace = _trace(model, call, ())
         return trace, find_auto_plan(trace, axis.size, able)
 

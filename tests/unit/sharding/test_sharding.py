@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.errors import UsageError
+from commlib.sharding.data_axes import data_axes
 from commlib.sharding.sharding import parts_of
 from commlib.tensor_parallel import Sharding
 
@@ -83,3 +84,9 @@ def test_ranks_share_one_part_and_divide_another() -> None:
         Sharding((12, 3), 0, parts=(8, 2, 2), units=(4, 1, 1)).check("qkv", 2)
     with pytest.raises(UsageError, match=r"units \[4, 1\] of parts \[8, 2, 2\]: expected one number for each"):
         Sharding((12, 3), 0, parts=(8, 2, 2), units=(4, 1))
+
+
+@pytest.mark.parametrize("mesh", [3, "dp"])
+def test_what_is_no_mesh_has_no_data_axes(mesh: object) -> None:
+    with pytest.raises(UsageError, match=r"mesh= must be a commlib.Mesh, got"):
+        data_axes(mesh)  # type: ignore[arg-type]
