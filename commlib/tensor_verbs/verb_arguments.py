@@ -14,12 +14,10 @@ def choose_root(root_rank: int | None, root: int | None) -> int:
     return root_rank if root_rank is not None else root or 0
 
 
-def check_named(algorithm: str, root: int | None = None) -> None:
+def check_named(algorithm: str) -> None:
     """Raise UsageError for an argument that only ordered verbs accept."""
     if algorithm != "auto":
         raise UsageError("algorithm= selects an algorithm of the ordered verb: give ranks= too")
-    if root is not None:
-        raise UsageError("root= is the root of the ordered verb: give ranks= too, or root_rank= for the one by name")
 
 
 def check_ordered(name: str | None, process_set: Any) -> None:

@@ -245,7 +245,7 @@ def broadcast(
     if ranks is not None:
         check_ordered(name, process_set)
         return run(ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks))
-    check_named(algorithm, root)
+    check_named(algorithm)
     tensor = as_tensor(tensor)
     name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
     return broadcast_tensor(tensor, source, name, core.process_set_of(process_set))

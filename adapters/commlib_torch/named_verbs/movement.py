@@ -110,7 +110,7 @@ def _broadcast(
     if ranks is not None:
         check_ordered(name, process_set)
         return ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks)
-    check_named(algorithm, root)
+    check_named(algorithm)
     return NamedOperation(
         lambda blocking: start_broadcast(tensor.detach().clone(), source, name, process_set, blocking=blocking),
         lambda: _autograd.broadcast(tensor, source, name, process_set),
@@ -147,7 +147,7 @@ def _broadcast_(
     if ranks is not None:
         check_ordered(name, process_set)
         return writing.broadcast_(tensor, source, algorithm=algorithm, ranks=ranks)
-    check_named(algorithm, root)
+    check_named(algorithm)
     return NamedOperation(lambda blocking: start_broadcast(tensor, source, name, process_set, blocking=blocking))
 
 
