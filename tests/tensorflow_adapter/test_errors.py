@@ -59,7 +59,7 @@ def test_usage_errors(comm: Any, mode: str) -> None:
     with pytest.raises(expected(mode, UsageError), match="root_rank"):
         run(tf.ones(2))
     with pytest.raises(expected(mode, UsageError), match=r"got 'fp16': pass Compression.fp16"):
-        in_mode(mode, lambda x: hvd.allreduce(x, compression="fp16"))(tf.ones(2))
+        in_mode(mode, lambda x: hvd.allreduce(x, compression="fp16"))(tf.ones(2))  # type: ignore[arg-type]
     with pytest.raises(Exception, match=r"bool.*scale"):
         in_mode(mode, lambda x: hvd.allreduce(x, op=hvd.Max, prescale_factor=2.0))(tf.constant([True]))
 

@@ -138,7 +138,7 @@ def test_ranks_with_different_optimizers_are_refused(comm: Communicator, tmp_pat
 def test_a_model_without_mixtures_is_refused(comm: Communicator, tmp_path: Path) -> None:
     plain: Any = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
     path: Any = same(comm, tmp_path / "experts")
-    calls = {
+    calls: dict[str, Any] = {
         "save_experts": lambda model: save_experts(path, model),
         "load_experts": lambda model: load_experts(path, model),
         "rebalance_experts": rebalance_experts,

@@ -115,7 +115,7 @@ def test_forward_mode_keeps_the_numbers_of_calls(comm: Any) -> None:
 def test_forward_mode_in_a_traced_function_is_refused(verb: Any) -> None:
     """TensorFlow would give zeros."""
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function
     def run(x: Any, call: Any) -> Any:
         with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
             y = verb(call(x * x))

@@ -215,7 +215,7 @@ def test_state_of_different_optimizers_is_not_gathered(comm: Communicator) -> No
 def test_a_model_without_mixtures_is_refused(comm: Communicator, tmp_path: Path) -> None:
     plain: Any = nn.Linear(2, 2)
     path: Any = same(comm, tmp_path / "experts")
-    calls = {
+    calls: dict[str, Any] = {
         "save_experts": lambda model: save_experts(path, model),
         "load_experts": lambda model: load_experts(path, model),
         "rebalance_experts": rebalance_experts,

@@ -235,17 +235,24 @@ def test_adasum(comm: Any, compression: Any) -> None:
     assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.Adam
 
 
+def norm_of(network: nn.Module) -> Tensor:
+    gradients = [parameter.grad.reshape(-1) for parameter in network.parameters() if parameter.grad is not None]
+    norm: Tensor = torch.cat(gradients).norm()
+    return norm
+
+
 def test_adasum_has_the_methods_of_other_optimizers(comm: Any) -> None:
     network = model()
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), op=hvd.Adasum)
     promised = {name for kind in WrappedOptimizer.__mro__ for name in vars(kind) if not name.startswith("_")}
     assert len(promised) > 10 and not promised - {"step"} - set(dir(type(optimizer)))
-    assert optimizer.report is None
+    before: Any = optimizer.report
+    assert before is None
     with optimizer.no_sync():
         loss_of(network, mine(comm, batch(comm))).backward()
-    norm = torch.cat([gradient.reshape(-1) for gradient in gradients_of(network)]).norm()
+    norm = norm_of(network)
     assert torch.allclose(optimizer.clip_grad_norm(norm.item() / 2).to(norm), norm)
-    assert torch.allclose(torch.cat([gradient.reshape(-1) for gradient in gradients_of(network)]).norm(), norm / 2)
+    assert torch.allclose(norm_of(network), norm / 2)
     optimizer.step()
     nbytes = sum(parameter.nbytes for parameter in network.parameters())
     assert optimizer.report.step == 1 and optimizer.report.sent_bytes == 2 * (comm.size - 1) * nbytes // comm.size

@@ -115,6 +115,7 @@ def test_invalid_arguments_are_refused(comm: Any) -> None:
         scatter(whole(), comm, 3)
     with pytest.raises(UsageError, match="expected a Communicator"):
         reduce(whole(), "tp")  # type: ignore[arg-type]
-    for move in (copy, reduce, scatter, gather, reduce_scatter):
+    moves: Any = (copy, reduce, scatter, gather, reduce_scatter)
+    for move in moves:
         with pytest.raises(UsageError, match=f"{move.__name__}: expected a torch tensor, got int"):
-            move(3, comm)  # type: ignore[operator]
+            move(3, comm)
