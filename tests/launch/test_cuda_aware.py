@@ -57,7 +57,7 @@ from mpi4py import MPI
 
 claim = {claim}
 if claim is not ...:
-    cuda_aware.ask_loaded = lambda MPI: cuda_aware.Answer(claim, "MPI X")
+    cuda_aware.query_loaded = lambda MPI: cuda_aware.Answer(claim, "MPI X")
 if MPI.COMM_WORLD.rank > 0:
     cuda_aware_mpi.may_have_gpu = lambda: True
 print("takes it:", commlib.init().group.transport.accepts("cuda"), flush=True)
