@@ -131,9 +131,9 @@ class _TensorForm:
 class _RecordedVerb(Function):
     @staticmethod
     def forward(ctx: Any, call: TensorCall[Any], label: str, first: Tensor, second: Tensor | None) -> Any:
-        written = call.result.tensor if isinstance(call.result, OutputTensor) else None
-        ctx.is_second = written is not None and first is written and second is not written
+        ctx.is_second = second is not first and second is call.operands[0]  # the order of `_record`
         tensor: Any = second if ctx.is_second else first
+        written = first if ctx.is_second else second
         ctx.form = _TensorForm(tensor)
         answer = call.run(label)
         received = answer[1] if call.result is RECEIVED else None

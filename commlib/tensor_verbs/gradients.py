@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from commlib.autodiff import find_rule, reversed_ranks
 from commlib.communicator import Communicator
@@ -84,22 +84,24 @@ class CallNumbers:
 
     def __init__(self) -> None:
         self._next: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._in_backward: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._after_backward: WeakSet[Any] = WeakSet()
 
     def take(self, owner: Any, label: str) -> int:
         """Return the number of the next recorded call. owner: its communicator, or the graph that it is a node of."""
-        is_forward = not label.startswith(OF_GRADIENTS)
-        number = 0 if is_forward and self._in_backward.pop(owner, False) else self._next.get(owner, 0)
+        number = self._next.get(owner, 0)
+        if owner in self._after_backward and not label.startswith(OF_GRADIENTS):
+            self._after_backward.discard(owner)
+            number = 0
         self._next[owner] = (number + 1) % _NUMBERS
         return number
 
     def begin_backward(self, owner: Any) -> None:
         """Let the next forward of `owner` start at 0."""
-        self._in_backward[owner] = True
+        self._after_backward.add(owner)
 
     def continue_forward(self, owner: Any) -> None:
         """Undo `begin_backward`, for the backwards that forward mode has run during a forward."""
-        self._in_backward.pop(owner, None)
+        self._after_backward.discard(owner)
 
 
 class VerbGradients(Generic[T]):

@@ -13,6 +13,7 @@ from commlib.errors import UsageError
 from commlib.sharding.sharding import Sharding
 from commlib_tensorflow._shards import own_of, shard_of, whole_of
 from commlib_tensorflow.pipelines._updates import lists_of, put_state, state_of
+from commlib_tensorflow.pipelines.pipeline import Pipeline
 from commlib_tensorflow.tensor._sharding import shard_variables
 
 
@@ -24,7 +25,7 @@ def gather_weights(model: keras.Model) -> list[Array]:
     Args:
         model: A model with or without sharded layers and experts, or a pipeline.
     """
-    if type(model).__module__.startswith("commlib_tensorflow.pipelines."):  # its own weights are those of its stages
+    if isinstance(model, Pipeline):  # its own weights are those of this rank's stages
         whole: list[Array] = model.gather_weights()
         return whole
     return [whole_of(weight, weight.numpy()) for weight in model.weights]

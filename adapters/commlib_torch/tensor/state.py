@@ -14,6 +14,7 @@ from commlib.sharding.shards import Shard
 from commlib_torch._bridge import array_of, to_host, to_tensor
 from commlib_torch._optimizer_state import copy_state, load_named, named_state
 from commlib_torch._shards import renew_all, shard_of
+from commlib_torch.pipelines._stage_module import StageModule
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -27,8 +28,9 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
     Args:
         model: A model with or without sharded layers and experts, or a pipeline.
     """
-    if type(model).__module__.startswith("commlib_torch.pipelines."):  # its own state is that of this rank's stages
-        whole: dict[str, Any] = model.gather_state_dict()  # type: ignore[operator]
+    if isinstance(model, StageModule):  # its own state is that of this rank's stages
+        pipeline: Any = model
+        whole: dict[str, Any] = pipeline.gather_state_dict()
         return whole
     return gather_shards(model)
 
