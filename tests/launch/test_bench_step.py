@@ -57,7 +57,6 @@ def test_every_kind(mpirun, tmp_path, framework):
     assert "losses  same as in one process" in done.stdout and "losses  NOT as in one process" in done.stdout
 
 
-@pytest.mark.long  # `test_bench.py` tests that messages appear once
 def test_wrong_usage(mpirun):
     done = mpirun(2, ["-m", "commlib", "bench", "step", "tp", "--heads", "3", "--width", "12"])
     assert done.returncode == 2 and done.stderr.count("--heads 3 is not divisible") == 1, done.stderr

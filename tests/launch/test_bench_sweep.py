@@ -137,7 +137,6 @@ main()
 """
 
 
-@pytest.mark.long  # unit tests check the texts, and test_bench.py that they appear once
 def test_wrong_usage_is_reported_once_with_exit_code_2(mpirun, tmp_path):
     out = tmp_path / "other.jsonl"
     out.write_text("a song\n")
@@ -165,7 +164,6 @@ main()
 """
 
 
-@pytest.mark.long
 def test_a_case_that_does_not_end_ends_the_job(mpirun, tmp_path):
     out, program = tmp_path / "results.jsonl", tmp_path / "stuck.py"
     program.write_text(STUCK)

@@ -119,7 +119,6 @@ runpy.run_module("commlib", run_name="__main__")
 
 
 @pytest.mark.any_mpi
-@pytest.mark.long  # tests/unit/diagnosis tests the time limit by itself
 def test_a_stopped_rank(mpirun):
     """MPI waits for it for ever: rank 0 reports what it knows, and ends the job."""
     program = """

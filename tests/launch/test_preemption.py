@@ -134,7 +134,6 @@ def test_a_job_killed_during_a_checkpoint(start: Start, mpirun: MpiRun, script: 
     assert restarted.stdout.count("from 0") == 2 and last_line(restarted.stdout) == expected(), restarted.stderr
 
 
-@pytest.mark.long
 def test_a_requested_stop_saves_without_a_requeue(
     script: Path, launch_environment: Mapping[str, str], tmp_path: Path, scontrol: dict[str, str]
 ) -> None:

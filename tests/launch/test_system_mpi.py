@@ -197,7 +197,6 @@ PYTEST = (
 )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["verbs", "native", "messages", "groups"])
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_tests_of(run: Run, mpi: str, name: str) -> None:

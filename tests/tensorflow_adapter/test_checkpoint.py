@@ -63,7 +63,6 @@ def bits(model: Any) -> list[Any]:
     return [np.asarray(tf.convert_to_tensor(v)).tolist() for v in [*model.variables, *model.optimizer.variables]]
 
 
-@pytest.mark.long  # the usual cases are below, in `fit`
 @pytest.mark.parametrize("options", [{}, {"compression": "topk:ratio=0.2", "compress_within_node": True}], ids=str)
 def test_resumed_training_is_the_same(comm: Any, folder: Path, options: dict[str, Any]) -> None:
     straight = compiled(comm, **options)

@@ -169,7 +169,6 @@ def test_an_error_of_an_expert_reaches_all_ranks(comm: Communicator) -> None:
         near(model[1](model[0](x)), before, "outputs")
 
 
-@pytest.mark.long  # tests of several passes are below, in the usual run too
 @pytest.mark.parametrize("compiled", [False, True])
 def test_balance_without_a_loss(comm: Communicator, compiled: bool) -> None:
     """After each step the bias for choosing experts moves towards even load, identically on all ranks."""

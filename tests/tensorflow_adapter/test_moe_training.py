@@ -149,7 +149,6 @@ def test_copies_compute_what_the_dense_model_did(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.long  # the core divides experts, and PyTorch's tests cover it
 @pytest.mark.parametrize("gated", [False, True])
 def test_divided_experts(comm: Communicator, gated: bool) -> None:
     """Experts are divided along one axis; the ranks along another, which have the same tokens, divide each expert."""
@@ -204,7 +203,6 @@ def test_stages(comm: Communicator, schedule: Any) -> None:
     mesh.close()
 
 
-@pytest.mark.long  # the same test of PyTorch always runs: the core moves experts
 @pytest.mark.ranks(min=2)
 def test_training_continues_after_experts_move(comm: Communicator) -> None:
     """Weights and moments move with them, and the compiled loop finds their new places."""

@@ -87,7 +87,6 @@ def skipping() -> Any:
     return filled(keras.Model([words, weights], keras.layers.Dense(3, name="head")(z)))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "split"),
     [
@@ -140,7 +139,6 @@ def stateful() -> Any:
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
     [
@@ -277,7 +275,6 @@ def test_arrays_are_shuffled_equally_on_all_ranks(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.long
 def test_several_outputs(comm: Any) -> None:
     def two() -> Any:
         x = keras.Input((WIDTH,), name="x")
@@ -309,7 +306,6 @@ def test_several_outputs(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.long
 def test_datasets_weights_of_classes_and_checkpoints(comm: Any, tmp_path: Any) -> None:
     """Callbacks that save run on all ranks together, and write the whole model."""
 
@@ -375,7 +371,6 @@ def with_statistics(seed: int = 0) -> Any:
     return filled(keras.Model(x, keras.layers.BatchNormalization(name="norm")(value)), seed)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_short_floats_and_codecs(comm: Any, dtype: str) -> None:
     """16-bit values arrive unchanged; int8 rounds transmitted values."""

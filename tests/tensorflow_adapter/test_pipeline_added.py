@@ -76,7 +76,6 @@ def test_a_model_with_added_losses_only(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.long
 def test_a_mean_over_unmasked_values(comm: Any) -> None:
     """Regression: the last stage refused it in the first batch, and other ranks only reported a lost peer."""
 
@@ -129,7 +128,6 @@ def test_a_shared_weight_frozen_on_one_rank_is_refused(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("in_training", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
     """Regression: a sum over rows counted 1 / microbatches: 2.16 instead of 4.95."""
@@ -141,7 +139,6 @@ def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
     assert_matches_one_process(comm, make, *batch(13), loss="mse", eager=False, schedule=schedule)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("both", marks=pytest.mark.long), "positive"])
 def test_added_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str) -> None:
     pipe = pipeline(adding("mean", kind), comm, microbatches=4, loss="mse", optimizer="sgd")
@@ -195,7 +192,6 @@ def test_compile_arguments_are_compared(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("what", ["layer", "weight"])
 def test_freezing_without_compile(comm: Any, what: str) -> None:
     """Regression: one process keeps compiled settings, but a pipeline adopted some changes: weights differed."""
@@ -261,7 +257,6 @@ AFTER_THE_CUT = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "what",
     [
@@ -318,7 +313,6 @@ def test_mismatched_x_without_y_on_the_first_stage(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.long
 def test_one_of_several_optimizers_with_clipping(comm: Any) -> None:
     """Regression: it clipped by the norm of this rank's gradients."""
     several = keras.optimizers.MultiOptimizer(
@@ -331,7 +325,6 @@ def test_one_of_several_optimizers_with_clipping(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.long
 def test_metrics_with_several_numbers(comm: Any) -> None:
     """Regression: they are no number, and the last stage's rank failed."""
     whole, pipe = layers(4), pipeline(layers(4), comm, microbatches=2)
@@ -348,7 +341,6 @@ def test_metrics_with_several_numbers(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("policy", [pytest.param("float32", marks=pytest.mark.long), "mixed_bfloat16"])
 def test_an_evaluation_in_short_floats_is_compared(comm: Any, policy: str) -> None:
     """Regression: its rounding was taken for a fault of the cut: the loss is a Python number then."""

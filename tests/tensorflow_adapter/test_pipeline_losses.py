@@ -81,7 +81,6 @@ def test_ignored_classes(comm: Any, name: str) -> None:
     assert_matches_one_process(comm, words, loss, *ignored(14))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "zb_h1"])
 def test_weigh_defines_the_weights_of_microbatches(comm: Any, schedule: str) -> None:
     """It receives inputs and sample weights, too; a microbatch without terms does not count, even if it is 0/0."""
@@ -129,7 +128,6 @@ def test_reductions(comm: Any, name: str, weighed: bool) -> None:
     assert_matches_one_process(comm, lambda: layers(4), MEANS[name](), x, y, sample_weight=weight, eager=weighed)
 
 
-@pytest.mark.long
 def test_weights_of_classes(comm: Any) -> None:
     x, y = batch(13)[0], np.arange(13) % WIDTH
     loss = losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -166,7 +164,6 @@ def test_other_functions_are_checked(comm: Any, loss: Any, remedy: str) -> None:
         assert_matches_one_process(comm, lambda: layers(4), summed, *batch(13), weigh="sum")
 
 
-@pytest.mark.long
 def test_outputs_with_different_weights(comm: Any) -> None:
     def make() -> Any:
         x = keras.Input((WIDTH,))

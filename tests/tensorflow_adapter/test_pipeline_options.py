@@ -86,7 +86,6 @@ def products() -> Any:
     return filled(keras.Model(image, keras.layers.Dense(2, activation="softplus", name="d")(x)))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "eager"),
     [
@@ -124,7 +123,6 @@ def normalized() -> Any:
     return filled(keras.Sequential([keras.Input((WIDTH,)), *first, *rest, second]))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
     [
@@ -276,7 +274,6 @@ def test_the_memory_of_a_unit() -> None:
 # codec=, by stages
 
 
-@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_a_codec_for_each_direction(comm: Any) -> None:
     x, y = batch(8)
@@ -309,7 +306,6 @@ class Counting(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no type
         return super().update_step(*arguments)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("eager", [False, True])
 def test_updates_are_compiled(comm: Any, eager: bool) -> None:
     alone = Alone(layers(4), keras.optimizers.SGD(0.1, momentum=0.9))
@@ -332,7 +328,6 @@ def test_updates_are_compiled(comm: Any, eager: bool) -> None:
 # clip_grad_norm
 
 
-@pytest.mark.long
 def test_gradients_are_clipped_by_each_norm(comm: Any) -> None:
     """Regression: only the 2-norm was supported, and a NaN norm was ignored."""
     whole, pipe = Alone(layers(4)), pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")

@@ -97,7 +97,6 @@ class Counts(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
         return x * tf.ensure_shape(tf.numpy_function(count, [x], x.dtype), x.shape)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("eager", [False, True])
 def test_only_named_layers_are_recomputed(comm: Any, eager: bool) -> None:
     """Layers with other names are computed once, and evaluate recomputes nothing."""
@@ -140,7 +139,6 @@ def texts() -> Any:
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("policy", ["float64", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
 def test_masks_loops_and_short_floats(comm: Any, policy: str) -> None:
     """Keras' call context is available again when a layer is recomputed."""

@@ -133,7 +133,6 @@ def averaging() -> Any:
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("make", [pytest.param(averaging, marks=pytest.mark.long), several])
 def test_training_continues_with_other_stages(comm: Any, make: Any, tmp_path: Any) -> None:
     """Regression: averages belonged to other stages, a second save failed, and state of a MultiOptimizer was lost."""
@@ -186,7 +185,6 @@ def test_an_optimizer_that_cannot_be_saved_is_warned_of(comm: Any, tmp_path: Any
     pipe.close()
 
 
-@pytest.mark.long
 def test_files_show_later_frozen_weights(comm: Any, tmp_path: Any) -> None:
     path = f"{comm.broadcast_object(str(tmp_path), 0)}/frozen.keras"
     model = layers(4)

@@ -55,7 +55,6 @@ def model() -> tuple[Any, Traced]:
     return filled(keras.Model(words, {"a": keras.layers.Dense(3, name="a")(x), "b": tied(x)})), traced
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", ["verify", "measure"])
 def test_verification_leaves_no_trace(comm: Any, how: str) -> None:
     """Regression: measuring called layers, which counted the calls and kept their inputs."""

@@ -67,7 +67,6 @@ def test_attention_with_implicit_masks(comm: Any, make: Any) -> None:
     same(lambda: over(make(), 2, masks=True), {"a": Column(sequence=1)}, comm, *x, sequence=1)
 
 
-@pytest.mark.long  # implicit masks, and masks of each head, take the same path
 @pytest.mark.parametrize("make", [attention, grouped])
 def test_attention_with_a_mask(comm: Any, make: Any) -> None:
     class Masked(keras.Model):  # type: ignore[misc]
@@ -158,7 +157,6 @@ def encoder() -> Any:
     return filled(keras.Model(given, L.Dense(11, name="head")(x)))
 
 
-@pytest.mark.long  # each of its layers has a test of its own
 @pytest.mark.parametrize("sequence", [None, 1])
 def test_encoder(comm: Any, sequence: int | None) -> None:
     plan: dict[str, Any] = {

@@ -50,7 +50,6 @@ def test_models_made_of_divided_layers(comm: Any) -> None:
     near(keras.Model(given, model(given) * 3)(x), expected * 3)
 
 
-@pytest.mark.long
 def test_a_model_of_parts_can_be_allowed(comm: Any) -> None:
     model = parallelize(plain(), comm, PLAN, divided_output=True)
     whole, x = plain(), values(3, 6)

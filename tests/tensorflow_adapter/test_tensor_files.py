@@ -87,7 +87,6 @@ def freeze(model: Any) -> None:
     model.get_layer("attention").trainable = False
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "later"),
     [
@@ -140,7 +139,6 @@ def test_callbacks_write_the_whole_once(comm: Any, folder: Path, kind: str) -> N
     close(steps(read), steps(plain))
 
 
-@pytest.mark.long
 def test_fit_continues_from_a_backup(comm: Any, folder: Path) -> None:
     """Regression: BackupAndRestore was refused, despite the documentation."""
 

@@ -217,7 +217,6 @@ def test_calls_of_other_kinds_are_checked(comm: Any, looked_at: str) -> None:
         model(X, gate=tf.ones((3, 1), tf.int32))
 
 
-@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_valid_calls_of_other_kinds(comm: Any) -> None:
     plain, model = build(comm)
@@ -248,7 +247,6 @@ def test_calls_of_one_kind_are_checked_once(comm: Any, monkeypatch: pytest.Monke
     assert len(looks) == 6
 
 
-@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_too_many_kinds_of_calls_are_reported(comm: Any) -> None:
     _, model = build(comm)

@@ -132,7 +132,6 @@ def test_grouped_attention(comm: Any, clip: Any, few: int) -> None:
     assert attention.get_config()["num_key_value_heads"] == few
 
 
-@pytest.mark.long
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("way", ["dense", "einsum", "fused"])
 @pytest.mark.parametrize("clip", CLIPS, ids=["plain", "each", "global"])
@@ -187,7 +186,6 @@ class Repeated(keras.layers.Layer):  # type: ignore[misc]
         return self.o(ops.reshape(mixed, (rows, TOKENS, -1)))
 
 
-@pytest.mark.long
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(("way", "few"), [("pick", True), ("tile", True), ("repeat", False), ("expand", False)])
@@ -203,7 +201,6 @@ def test_auto_detects_how_heads_are_repeated(comm: Any, way: str, few: bool, fix
     assert own.get_layer("a").q.kernel.shape[1] == HEADS * SIZE // comm.size
 
 
-@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_tiled_heads_have_another_order(comm: Any) -> None:
     """Tiled heads alternate, so that a rank's are not adjacent."""
@@ -219,7 +216,6 @@ def total(weight: Any) -> Any:
     return 0.1 * ops.square(ops.sum(weight))
 
 
-@pytest.mark.long
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("regularizer", ["l2", total], ids=["a sum", "none"])
 @pytest.mark.parametrize("way", ["dense", "fused"])
@@ -245,7 +241,6 @@ def test_activity_counts_shared_heads_once(comm: Any) -> None:
         parallelize(model, comm, {"d": Column(parts=(10, 2), units=(10, 1), gather=True)})
 
 
-@pytest.mark.long
 @pytest.mark.ranks(min=2)
 def test_gathered_heads_and_lora(comm: Any) -> None:
     """Gathered weights have each head once; LoRA's other factor is whole, and receives gradients of all ranks."""

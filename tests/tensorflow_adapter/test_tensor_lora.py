@@ -108,7 +108,6 @@ class Tuned(keras.layers.Layer):  # type: ignore[misc]
         self.b.kernel.assign(keras.ops.zeros_like(self.b.kernel))
 
 
-@pytest.mark.long
 def test_auto_divides_user_defined_lora_as_its_layers(comm: Any) -> None:
     """Regression: factors were divided by LoRA's rank next to whole layers, and merging added partial products."""
 

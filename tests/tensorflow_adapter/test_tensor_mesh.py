@@ -103,7 +103,6 @@ def test_fit(comm: Any, float64: None, options: Any) -> None:
         close(got, expected)
 
 
-@pytest.mark.long  # tests with embeddings are below, in the usual run too
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(
     "options", [{}, {"global_clipnorm": 0.05}, {"clipnorm": 0.02}], ids=["plain", "global", "each"]

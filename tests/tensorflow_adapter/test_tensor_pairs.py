@@ -101,7 +101,6 @@ def alone(*, adds_rows: bool) -> tuple[list[float], list[Any]]:
 
 # In the usual run PyTorch covers all pairs; smaller models cover "dp tp" in test_tensor_mesh.py, "pp tp" in
 # test_tensor_state.py, and "pp dp" in test_pipeline_replicas.py.
-@pytest.mark.long
 @pytest.mark.parametrize("axes", ["cp tp", "pp cp", "dp tp", "pp tp", "pp dp", "dp cp"])
 def test_pairs(comm: Any, axes: str) -> None:
     sizes: Any = {axis: 2 if axis in axes.split() else 1 for axis in ("pp", "dp", "cp", "tp")}

@@ -167,7 +167,6 @@ class TestPlans:
         assert [layer.name for layer in divided.layers if hasattr(layer, "style")] == ["m_h", "m_i"]
         assert tp.rank or "kept_h cannot be sharded as Column()" in " ".join(reports[0].split())
 
-    @pytest.mark.long
     def test_auto_of_a_subclassed_model(self, tp):
         model, plain = subclassed(), subclassed()
         with pytest.raises(UsageError, match="pass a batch as example= or verify="):

@@ -219,7 +219,6 @@ def model() -> Any:
     return filled(keras.Model(given, L.Dense(VOCABULARY, name="head")(x)))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("ignored", [None, 2])
 def test_fit(comm: Any, ignored: int | None) -> None:
     """fit with sample weights has the losses and weights of the plain model."""

@@ -134,7 +134,6 @@ def test_compiled_autograd_is_refused_by_name(comm: Any, wrapper: str) -> None:
     del wrapped
 
 
-@pytest.mark.long
 def test_importing_the_adapter_does_not_load_the_compiler() -> None:
     """No part of the compiler is loaded on import; it is configured once it is loaded."""
     code = (

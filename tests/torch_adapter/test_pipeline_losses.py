@@ -428,7 +428,6 @@ def test_a_check_has_no_side_effects(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"])
 def test_the_original_of_a_compiled_loss_is_watched(comm: Any, loss: Any) -> None:
     batches = (inputs(8), classes(8, ignored=False)), (inputs(9), classes(9))

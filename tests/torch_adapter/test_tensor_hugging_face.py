@@ -216,7 +216,6 @@ def test_gradient_checkpointing(kept, name, use_reentrant):
         model.gradient_checkpointing_disable()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("options", [{"attn_implementation": "eager"}, {}])
 def test_masks_and_other_attention(axis, name, options):

@@ -317,7 +317,6 @@ class TestGradientsOfFunctions:
         with pytest.raises(UsageError, match=r"the gradient of (Back|Gated) in the model, .*test_tensor_unknown\.py"):
             divided(rows())
 
-    @pytest.mark.long
     def test_operators_of_libraries(self, tp: Any) -> None:
         """They are not autograd functions, but have their own backward."""
         twice = torch.library.custom_op("commlib_tests::twice", lambda x: x * 2, mutates_args=(),

@@ -144,7 +144,6 @@ def test_cases_of_fewer_than_three_rounds_are_not_in_the_summary(tmp_path):
     assert "1 of 8 cases has fewer than 3 rounds" in text and "<b>2.00</b>mpi / commlib, geometric mean</div>" in text
 
 
-@pytest.mark.long
 def test_many_cases_make_a_page_below_a_megabyte(tmp_path):
     path = tmp_path / "large.jsonl"
     verbs = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all"]

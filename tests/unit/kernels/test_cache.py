@@ -90,7 +90,6 @@ def test_the_first_run_compiles_and_the_next_loads(package):
     assert kernels_in(folder_) == files
 
 
-@pytest.mark.long
 def test_installed_files_do_not_change(package):
     """Kernels next to the sources survived `pip uninstall`, and `import commlib` still succeeded."""
     before = sorted((package[0] / "commlib").rglob("*"))
@@ -109,7 +108,6 @@ def test_a_change_of_any_kernel_source_makes_all_of_it_stale(package):
     assert kernels_in(folder_) == files  # a checkout of another version keeps using its own
 
 
-@pytest.mark.long
 def test_the_users_cache_setting_is_used(package):
     refuse_home(package)
     package[1]["XDG_CACHE_HOME"] = str(package[0] / "cache")
@@ -117,14 +115,12 @@ def test_the_users_cache_setting_is_used(package):
     assert folder_.parent == package[0] / "cache/commlib"
 
 
-@pytest.mark.long
 def test_an_unwritable_cache_is_replaced_by_a_temporary_folder(package):
     refuse_home(package)
     folder_, _ = run(package, 3, "int32")
     assert package[0] / "tmp" in folder_.parents
 
 
-@pytest.mark.long
 def test_a_cache_that_others_can_write_is_replaced_by_a_temporary_folder(package):
     """A user who can rename a folder above the kernels can replace them, and his code would run."""
     (package[0] / "home").chmod(0o777)
@@ -133,7 +129,6 @@ def test_a_cache_that_others_can_write_is_replaced_by_a_temporary_folder(package
     assert not list((package[0] / "home").iterdir())
 
 
-@pytest.mark.long
 def test_processes_can_compile_different_kernels_at_once(package):
     """Two that added to one index at the same time could each take the other's code for their own."""
     dtypes = ["int8", "int32", "float32"]
@@ -171,7 +166,6 @@ def test_a_damaged_kernel_is_named_and_compiled_again(package):
     assert run(package, 3, "int32") == (folder_, "")
 
 
-@pytest.mark.long
 def test_an_unloadable_kernel_is_compiled_again(package, monkeypatch):
     """As when numba was exchanged for another one of the same version."""
     folder_, _ = run(package, 3, "int32")

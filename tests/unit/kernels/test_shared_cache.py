@@ -92,7 +92,6 @@ def test_files_are_complete_while_hosts_write_and_are_killed(tmp_path: Path) -> 
     assert remaining == {"a", "b", "in-use"}  # partial files have names of their own, and are removed after a day
 
 
-@pytest.mark.long  # tests/unit/kernels/test_cache.py has processes of one host
 def test_hosts_can_compile_a_kernel_at_once(tmp_path: Path) -> None:
     started = [start(COMPILES, number, tmp_path) for number in range(HOSTS)]
     killed = start(COMPILES, 0, tmp_path)
