@@ -22,7 +22,7 @@ class Gpu:
 
 
 H100 = Gpu(memory=3.0e12, link=450e9)
-"""An H100 with NVLink. memory: the bandwidth of a copy; link: the vendor's figure; launch and meeting are guesses."""
+"""An H100 with NVLink. memory: the bandwidth of a copy; link: the vendor's figure; the others are guesses."""
 
 
 def all_reduce_seconds(nbytes: float, ranks: int, gpu: Gpu, *, one_gpu: bool, symmetric: bool = True) -> float:

@@ -74,7 +74,7 @@ class ChunkedDispatch:
         self._x, self._gates = x, gates
         self._side_stream = side_stream_on(mixture.ranks.axis, x.device) if type(x) is DeviceArray else None
         self._works: dict[tuple[str, int], Work | SideWork] = {}
-        self._passages: dict[int, DispatchPlan] = {}  # kept while running exchanges may read them
+        self._plans: dict[int, DispatchPlan] = {}  # kept while running exchanges may read them
 
     def dispatch(self, part: int) -> None:
         """Start to send a part."""
@@ -85,14 +85,14 @@ class ChunkedDispatch:
 
     def dispatched(self, part: int) -> tuple[Any, Any, list[int]]:
         """Return the received rows, their gates, and the number of rows of each expert."""
-        passage, rows, gates, counts = self._wait("dispatch", part)
-        self._passages[part] = passage
+        plan, rows, gates, counts = self._wait("dispatch", part)
+        self._plans[part] = plan
         return rows, gates, counts.tolist()
 
     def combine(self, part: int, rows: Any, gates: Any) -> None:
         """Start to send the experts' rows of a part back."""
-        passage, exchange, name = self._passages[part], self._mixture.exchange, self._mixture.name
-        self._start("combine", part, lambda: exchange.combine(name, passage, rows, gates), rows, gates)
+        plan, exchange, name = self._plans[part], self._mixture.exchange, self._mixture.name
+        self._start("combine", part, lambda: exchange.combine(name, plan, rows, gates), rows, gates)
 
     def combined(self, part: int) -> Any:
         """Return the combined tokens of a part."""
@@ -100,8 +100,8 @@ class ChunkedDispatch:
 
     def combine_back(self, part: int, gradient: Any) -> None:
         """Start to send the gradient of the combined tokens."""
-        passage, exchange, name = self._passages[part], self._mixture.exchange, self._mixture.name
-        self._start("combine, backward", part, lambda: exchange.combine_back(name, passage, gradient), gradient)
+        plan, exchange, name = self._plans[part], self._mixture.exchange, self._mixture.name
+        self._start("combine, backward", part, lambda: exchange.combine_back(name, plan, gradient), gradient)
 
     def wait_combine_back(self, part: int) -> Any:
         """Return the received gradients."""
@@ -109,8 +109,8 @@ class ChunkedDispatch:
 
     def dispatch_back(self, part: int, rows: Any, gates: Any) -> None:
         """Start to send back the gradients of rows and gates."""
-        passage, exchange, name = self._passages[part], self._mixture.exchange, self._mixture.name
-        self._start("dispatch, backward", part, lambda: exchange.dispatch_back(name, passage, rows, gates), rows, gates)
+        plan, exchange, name = self._plans[part], self._mixture.exchange, self._mixture.name
+        self._start("dispatch, backward", part, lambda: exchange.dispatch_back(name, plan, rows, gates), rows, gates)
 
     def wait_dispatch_back(self, part: int) -> tuple[Any, Any]:
         """Return the gradients of the part's tokens and gates."""

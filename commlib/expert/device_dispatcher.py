@@ -39,61 +39,61 @@ class DeviceDispatcher:
 
     def __init__(self, comm: Communicator, placement: ExpertPlacement, *, codec: Codec | None = None) -> None:
         self.placement, self._comm = placement, comm
-        self._passages, self._moves = DevicePlanBuilder(comm, placement), DeviceExchange(comm, codec)
+        self._plans, self._exchange = DevicePlanBuilder(comm, placement), DeviceExchange(comm, codec)
         self._counting, self._no_counts = (CountExchange(comm, count) for count in (len(placement.owners), 0))
 
     def dispatch(self, what: str, assigned: Assignments, x: Any, gates: Array) -> tuple[Any, Any, Any, Any]:
         rows = _check_device(x, what)
         self._counting.own[2:] = assigned.counts
         self._compare_calls(self._counting, what, "dispatch", rows)
-        passage, row_gates, counts = self._passages.make(rows, self._counting.counts.copy(), assigned, gates)
-        return passage, self._send_tokens(passage, rows), row_gates, counts
+        plan, row_gates, counts = self._plans.make(rows, self._counting.counts.copy(), assigned, gates)
+        return plan, self._send_tokens(plan, rows), row_gates, counts
 
-    def combine_back(self, what: str, passage: Any, x: Any) -> Any:
+    def combine_back(self, what: str, plan: Any, x: Any) -> Any:
         rows = _check_device(x, what)
         self._compare_calls(self._no_counts, what, "combine, backward", rows)
-        return self._send_tokens(passage, rows)
+        return self._send_tokens(plan, rows)
 
-    def combine(self, what: str, passage: Any, rows: Any, gates: Any) -> Any:
+    def combine(self, what: str, plan: Any, rows: Any, gates: Any) -> Any:
         given, by = _check_device(rows, what), _check_device(gates, what)
         self._compare_calls(self._no_counts, what, "combine", given)
-        return self._send_sums(passage, given, by)
+        return self._send_sums(plan, given, by)
 
-    def dispatch_back(self, what: str, passage: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
+    def dispatch_back(self, what: str, plan: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
         given, own = _check_device(rows, what), _check_device(numbers, what)
         self._compare_calls(self._no_counts, what, "dispatch, backward", given)
-        return self._send_sums(passage, given, None), self._send_numbers(passage, own)
+        return self._send_sums(plan, given, None), self._send_numbers(plan, own)
 
-    def _compare_calls(self, meeting: CountExchange, what: str, step: str, rows: DeviceArray) -> None:
+    def _compare_calls(self, counting: CountExchange, what: str, step: str, rows: DeviceArray) -> None:
         """All-gather the ranks' numbers and digests; raise MismatchError on all ranks unless all make the same call."""
         self._comm.group.purpose = f"{what}, {step}"
         call = what, step, rows.shape[1], rows.dtype, f"on {rows.device.name}"
-        meeting.own[0] = _digest(*call)
-        meeting.gather()
-        if (meeting.every[:, 0] != meeting.own[0]).any():
+        counting.own[0] = _digest(*call)
+        counting.gather()
+        if (counting.every[:, 0] != counting.own[0]).any():
             check_agreement(self._comm, "experts", lines(call))
 
-    def _send_tokens(self, passage: DeviceDispatchPlan, x: DeviceArray) -> DeviceArray:
+    def _send_tokens(self, plan: DeviceDispatchPlan, x: DeviceArray) -> DeviceArray:
         """Send rows of tokens; return the received rows and this rank's own, in the order of the local experts."""
-        received = self._moves.move(_message(x, None, passage.sent), passage.sends, passage.takes)
-        rows = stream_alloc(x, (len(passage.received), x.shape[1]), x.dtype)
-        _take(x, received, None, passage.received, rows)
+        received = self._exchange.move(_message(x, None, plan.sent), plan.sends, plan.takes)
+        rows = stream_alloc(x, (len(plan.received), x.shape[1]), x.dtype)
+        _take(x, received, None, plan.received, rows)
         return rows
 
-    def _send_sums(self, passage: DeviceDispatchPlan, rows: DeviceArray, gates: DeviceArray | None) -> DeviceArray:
+    def _send_sums(self, plan: DeviceDispatchPlan, rows: DeviceArray, gates: DeviceArray | None) -> DeviceArray:
         """Send rows back, weighted by gates if given; return the sum for each token of this rank."""
-        received = self._moves.move(_message(rows, gates, passage.returned), passage.takes, passage.sends)
-        sums = stream_alloc(rows, (len(passage.starts) - 1, rows.shape[1]), rows.dtype)
-        places = passage.starts, passage.members
+        received = self._exchange.move(_message(rows, gates, plan.returned), plan.takes, plan.sends)
+        sums = stream_alloc(rows, (len(plan.starts) - 1, rows.shape[1]), rows.dtype)
+        places = plan.starts, plan.members
         rows.device.kernels.sum_rows(_flat(rows), _flat(received), gates, *places, rows.shape[1], _flat(sums))
         return sums
 
-    def _send_numbers(self, passage: DeviceDispatchPlan, numbers: DeviceArray) -> DeviceArray:
+    def _send_numbers(self, plan: DeviceDispatchPlan, numbers: DeviceArray) -> DeviceArray:
         """Send the number of each row back; return the number of each assignment."""
         rows = numbers.reshape(len(numbers), 1)
-        received = self._moves.exchange(_message(rows, None, passage.returned), passage.takes, passage.sends)
-        result = stream_alloc(numbers, (len(passage.positions), 1), numbers.dtype)
-        _take(rows, received, None, passage.positions, result)
+        received = self._exchange.exchange(_message(rows, None, plan.returned), plan.takes, plan.sends)
+        result = stream_alloc(numbers, (len(plan.positions), 1), numbers.dtype)
+        _take(rows, received, None, plan.positions, result)
         return _flat(result)
 
 

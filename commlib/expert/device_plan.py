@@ -71,10 +71,8 @@ class DevicePlanBuilder:
         there = stream_alloc(x, (ends[-1],), np.int32)
         x.device.copy(there, block)
         sent, received, returned, positions, members, starts, row_gates = _cut(there, ends)
-        passage = DeviceDispatchPlan(
-            sent, received, returned, positions, members, starts, sends.tolist(), takes.tolist()
-        )
-        return passage, row_gates.view(np.float32), local.astype(np.int32)
+        plan = DeviceDispatchPlan(sent, received, returned, positions, members, starts, sends.tolist(), takes.tolist())
+        return plan, row_gates.view(np.float32), local.astype(np.int32)
 
 
 def _cut(x: Any, ends: list[int]) -> list[Any]:
@@ -84,7 +82,7 @@ def _cut(x: Any, ends: list[int]) -> list[Any]:
 _ARRAYS = 6
 
 
-def pack_device_plan(passage: DeviceDispatchPlan) -> DeviceArray:
+def pack_device_plan(plan: DeviceDispatchPlan) -> DeviceArray:
     """Return a plan as bytes (uint8) on its device, for frameworks whose graphs carry only tensors.
 
     sent | received | returned | positions | members | starts | sends, takes, and the lengths of the arrays before
@@ -92,8 +90,8 @@ def pack_device_plan(passage: DeviceDispatchPlan) -> DeviceArray:
 
     Queued on the current stream.
     """
-    arrays = [passage.sent, passage.received, passage.returned, passage.positions, passage.members, passage.starts]
-    header = [*passage.sends, *passage.takes, *map(len, arrays)]
+    arrays = [plan.sent, plan.received, plan.returned, plan.positions, plan.members, plan.starts]
+    header = [*plan.sends, *plan.takes, *map(len, arrays)]
     device, number = arrays[0].device, sum(map(len, arrays))
     here = device.staging(4 * len(header)).view(np.int32)
     here[:] = header

@@ -49,29 +49,29 @@ def make_plan(assigned: Assignments, counts: Array, order: Array, owners: Array,
     return block
 
 
-def tokens_of(passage: DispatchPlan) -> int:
+def tokens_of(plan: DispatchPlan) -> int:
     """Return the number of tokens of this rank."""
-    return int(passage[1])
+    return int(plan[1])
 
 
-def rows_here(passage: DispatchPlan, rank: int) -> int:
+def rows_here(plan: DispatchPlan, rank: int) -> int:
     """Return the number of rows that this rank receives."""
-    ranks, local = int(passage[3]), int(passage[4])
-    return int(passage[len(passage) - local - ranks + rank])
+    ranks, local = int(plan[3]), int(plan[4])
+    return int(plan[len(plan) - local - ranks + rank])
 
 
-def local_counts(passage: DispatchPlan) -> Any:
+def local_counts(plan: DispatchPlan) -> Any:
     """Return the number of rows of each expert of this rank."""
-    return passage[len(passage) - int(passage[4]) :]
+    return plan[len(plan) - int(plan[4]) :]
 
 
-def assignments_of(passage: DispatchPlan) -> int:
+def assignments_of(plan: DispatchPlan) -> int:
     """Return the number of rows that this rank sends."""
-    return int(passage[0])
+    return int(plan[0])
 
 
-def list_by_token(passage: DispatchPlan) -> tuple[Array, Array]:
+def list_by_token(plan: DispatchPlan) -> tuple[Array, Array]:
     """Return the start of each token's assignments in the second array, and that array: assignments by token."""
-    n, tokens = int(passage[0]), int(passage[1])
+    n, tokens = int(plan[0]), int(plan[1])
     begin = HEAD + n
-    return passage[begin : begin + tokens + 1], passage[begin + tokens + 1 : begin + tokens + 1 + n]
+    return plan[begin : begin + tokens + 1], plan[begin + tokens + 1 : begin + tokens + 1 + n]

@@ -38,15 +38,15 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def dispatch_back(self, what: str, passage: Any, rows: Rows, numbers: Rows) -> tuple[Rows, Rows]:
+    def dispatch_back(self, what: str, plan: Any, rows: Rows, numbers: Rows) -> tuple[Rows, Rows]:
         """Return for each token of this rank the sum of its rows, and the number of each assignment."""
         ...
 
-    def combine(self, what: str, passage: Any, rows: Rows, gates: Rows) -> Rows:
+    def combine(self, what: str, plan: Any, rows: Rows, gates: Rows) -> Rows:
         """Multiply rows by gates, and return for each token of this rank the sum of its rows."""
         ...
 
-    def combine_back(self, what: str, passage: Any, x: Rows) -> Rows:
+    def combine_back(self, what: str, plan: Any, x: Rows) -> Rows:
         """Send rows of `x` [tokens, width]; return the received rows, in the order of `dispatch`."""
         ...
 

@@ -150,19 +150,19 @@ class MemoryDispatcher:
         return (self._on_device() if name else self.host).dispatch(what, assigned, x, gates)
 
     @_report_failures
-    def dispatch_back(self, what: str, passage: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
-        return self._dispatcher_of(passage).dispatch_back(what, passage, rows, numbers)
+    def dispatch_back(self, what: str, plan: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
+        return self._dispatcher_of(plan).dispatch_back(what, plan, rows, numbers)
 
     @_report_failures
-    def combine(self, what: str, passage: Any, rows: Any, gates: Any) -> Any:
-        return self._dispatcher_of(passage).combine(what, passage, rows, gates)
+    def combine(self, what: str, plan: Any, rows: Any, gates: Any) -> Any:
+        return self._dispatcher_of(plan).combine(what, plan, rows, gates)
 
     @_report_failures
-    def combine_back(self, what: str, passage: Any, x: Any) -> Any:
-        return self._dispatcher_of(passage).combine_back(what, passage, x)
+    def combine_back(self, what: str, plan: Any, x: Any) -> Any:
+        return self._dispatcher_of(plan).combine_back(what, plan, x)
 
-    def _dispatcher_of(self, passage: Any) -> Dispatcher:
-        return self._on_device() if type(passage) is DeviceDispatchPlan else self.host
+    def _dispatcher_of(self, plan: Any) -> Dispatcher:
+        return self._on_device() if type(plan) is DeviceDispatchPlan else self.host
 
     def _on_device(self) -> Dispatcher:
         if self._device_dispatcher is None:
@@ -192,18 +192,18 @@ class CostDispatcher:
             self._dispatcher = self._choose(len(x), len(gates), x.itemsize * x.shape[1])
         return self._dispatcher.dispatch(what, assigned, x, gates)
 
-    def dispatch_back(self, what: str, passage: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
+    def dispatch_back(self, what: str, plan: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
         assert self._dispatcher is not None
-        return self._dispatcher.dispatch_back(what, passage, rows, numbers)
+        return self._dispatcher.dispatch_back(what, plan, rows, numbers)
 
-    def combine(self, what: str, passage: DispatchPlan, rows: Array, gates: Array) -> Array:
+    def combine(self, what: str, plan: DispatchPlan, rows: Array, gates: Array) -> Array:
         assert self._dispatcher is not None
-        sums: Array = self._dispatcher.combine(what, passage, rows, gates)
+        sums: Array = self._dispatcher.combine(what, plan, rows, gates)
         return sums
 
-    def combine_back(self, what: str, passage: DispatchPlan, x: Array) -> Array:
+    def combine_back(self, what: str, plan: DispatchPlan, x: Array) -> Array:
         assert self._dispatcher is not None
-        rows: Array = self._dispatcher.combine_back(what, passage, x)
+        rows: Array = self._dispatcher.combine_back(what, plan, x)
         return rows
 
     def _choose(self, tokens: int, assignments: int, row_bytes: int) -> Dispatcher:

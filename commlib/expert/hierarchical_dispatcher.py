@@ -62,26 +62,26 @@ class HierarchicalDispatcher:
         p = unpack_plan(first)
         handed_on = _NodeAssignments(p.copy_of, p.local.astype(np.int64), p.copy_starts, p.by_copy)
         second, rows, node_numbers, counts = self._node.dispatch(what, handed_on, copies, numbers)
-        passage = np.concatenate([np.array([len(first)], np.int32), first, second])
-        return passage, rows, node_numbers, counts
+        plan = np.concatenate([np.array([len(first)], np.int32), first, second])
+        return plan, rows, node_numbers, counts
 
-    def combine_back(self, what: str, passage: DispatchPlan, x: Array) -> Array:
+    def combine_back(self, what: str, plan: DispatchPlan, x: Array) -> Array:
         self._rail.name(f"{what}, combine, backward")
-        p, second = _split_plan(passage)
+        p, second = _split_plan(plan)
         return self._node.combine_back(what, second, self._rail.send_again(p, x))
 
-    def combine(self, what: str, passage: DispatchPlan, rows: Array, gates: Array) -> Array:
+    def combine(self, what: str, plan: DispatchPlan, rows: Array, gates: Array) -> Array:
         self._rail.name(f"{what}, combine")
-        p, second = _split_plan(passage)
+        p, second = _split_plan(plan)
         return self._rail.send_back(p, self._node.combine(what, second, rows, gates), None, self._empty)[0]
 
-    def dispatch_back(self, what: str, passage: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
+    def dispatch_back(self, what: str, plan: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
         self._rail.name(f"{what}, dispatch, backward")
-        p, second = _split_plan(passage)
+        p, second = _split_plan(plan)
         copies, node_numbers = self._node.dispatch_back(what, second, rows, numbers)
         return self._rail.send_back(p, copies, node_numbers, self._empty)
 
 
-def _split_plan(passage: DispatchPlan) -> tuple[CopyPlan, DispatchPlan]:
-    length = 1 + int(passage[0])
-    return unpack_plan(passage[1:length]), passage[length:]
+def _split_plan(plan: DispatchPlan) -> tuple[CopyPlan, DispatchPlan]:
+    length = 1 + int(plan[0])
+    return unpack_plan(plan[1:length]), plan[length:]

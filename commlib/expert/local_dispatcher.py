@@ -26,27 +26,27 @@ class LocalDispatcher:
         self, what: str, assigned: Assignments, x: Array, gates: Array
     ) -> tuple[DispatchPlan, Array, Array, Array]:
         counts = assigned.counts.reshape(1, -1)
-        passage = make_plan(assigned, counts, self._order, self._owners, 0, counts.size)
-        return passage, self.combine_back(what, passage, x), gates, local_counts(passage)
+        plan = make_plan(assigned, counts, self._order, self._owners, 0, counts.size)
+        return plan, self.combine_back(what, plan, x), gates, local_counts(plan)
 
-    def dispatch_back(self, what: str, passage: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
-        return self._sum_rows(passage, rows, _NO_GATES), numbers
+    def dispatch_back(self, what: str, plan: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
+        return self._sum_rows(plan, rows, _NO_GATES), numbers
 
-    def combine(self, what: str, passage: DispatchPlan, rows: Array, gates: Array) -> Array:
-        return self._sum_rows(passage, rows, gates)
+    def combine(self, what: str, plan: DispatchPlan, rows: Array, gates: Array) -> Array:
+        return self._sum_rows(plan, rows, gates)
 
-    def combine_back(self, what: str, passage: DispatchPlan, x: Array) -> Array:
-        rows: Array = self._empty((int(passage[0]), x.shape[1]), x.dtype)
-        put_rows(passage, self._owners, address_of(x), x.itemsize * x.shape[1], 0, _at(rows), _HERE)
+    def combine_back(self, what: str, plan: DispatchPlan, x: Array) -> Array:
+        rows: Array = self._empty((int(plan[0]), x.shape[1]), x.dtype)
+        put_rows(plan, self._owners, address_of(x), x.itemsize * x.shape[1], 0, _at(rows), _HERE)
         return rows
 
-    def _sum_rows(self, passage: DispatchPlan, rows: Array, gates: Array) -> Array:
+    def _sum_rows(self, plan: DispatchPlan, rows: Array, gates: Array) -> Array:
         addresses, factors = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
         own = address_of(rows)
         item = rows.itemsize * rows.shape[1]
-        find_rows(passage, self._owners, 0, item, _at(rows), _HERE, own, gates, addresses, factors)
-        sums: Array = self._empty((tokens_of(passage), rows.shape[1]), rows.dtype)
-        sum_rows(sums, *list_by_token(passage), addresses, factors)
+        find_rows(plan, self._owners, 0, item, _at(rows), _HERE, own, gates, addresses, factors)
+        sums: Array = self._empty((tokens_of(plan), rows.shape[1]), rows.dtype)
+        sum_rows(sums, *list_by_token(plan), addresses, factors)
         return sums
 
 

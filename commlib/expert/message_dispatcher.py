@@ -25,23 +25,23 @@ class MessageDispatcher:
     def dispatch(
         self, what: str, assigned: Assignments, x: Array, gates: Array
     ) -> tuple[DispatchPlan, Array, Array, Array]:
-        passage, copies, numbers = self._copies.send(what, assigned, x, gates)
-        p = unpack_plan(passage)
-        return passage, self._take_rows(copies, p.copy_of), numbers, p.local
+        plan, copies, numbers = self._copies.send(what, assigned, x, gates)
+        p = unpack_plan(plan)
+        return plan, self._take_rows(copies, p.copy_of), numbers, p.local
 
-    def combine_back(self, what: str, passage: DispatchPlan, x: Array) -> Array:
+    def combine_back(self, what: str, plan: DispatchPlan, x: Array) -> Array:
         self._copies.name(f"{what}, combine, backward")
-        p = unpack_plan(passage)
+        p = unpack_plan(plan)
         return self._take_rows(self._copies.send_again(p, x), p.copy_of)
 
-    def combine(self, what: str, passage: DispatchPlan, rows: Array, gates: Array) -> Array:
+    def combine(self, what: str, plan: DispatchPlan, rows: Array, gates: Array) -> Array:
         self._copies.name(f"{what}, combine")
-        p = unpack_plan(passage)
+        p = unpack_plan(plan)
         return self._copies.send_back(p, _by_copy(p, rows, gates), None, self._empty)[0]
 
-    def dispatch_back(self, what: str, passage: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
+    def dispatch_back(self, what: str, plan: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
         self._copies.name(f"{what}, dispatch, backward")
-        p = unpack_plan(passage)
+        p = unpack_plan(plan)
         return self._copies.send_back(p, _by_copy(p, rows, np.ones(len(rows), np.float32)), numbers, self._empty)
 
     def _take_rows(self, copies: Array, numbers: Array) -> Array:

@@ -69,42 +69,42 @@ class SharedMemoryDispatcher:
         call = what, "dispatch", x.shape[1], x.dtype
         self._counting.own[2:] = assigned.counts
         self.regions.synchronize(self._counting, _digest(*call), call)
-        passage = make_plan(assigned, self._counting.counts, self._order, self._owners, self._rank, self._local)
-        rows, numbers = self._put(call, passage, x, gates)
-        return passage, rows, numbers, local_counts(passage)
+        plan = make_plan(assigned, self._counting.counts, self._order, self._owners, self._rank, self._local)
+        rows, numbers = self._put(call, plan, x, gates)
+        return plan, rows, numbers, local_counts(plan)
 
-    def combine_back(self, what: str, passage: DispatchPlan, x: Array) -> Array:
+    def combine_back(self, what: str, plan: DispatchPlan, x: Array) -> Array:
         self.regions.name(f"{what}, combine, backward")
-        return self._put((what, "combine, backward", x.shape[1], x.dtype), passage, x, None)[0]
+        return self._put((what, "combine, backward", x.shape[1], x.dtype), plan, x, None)[0]
 
-    def combine(self, what: str, passage: DispatchPlan, rows: Array, gates: Array) -> Array:
+    def combine(self, what: str, plan: DispatchPlan, rows: Array, gates: Array) -> Array:
         self.regions.name(f"{what}, combine")
 
         def write(at: int) -> None:
-            publish_scaled(passage, self._owners, self._order, self._rank, rows, gates, at)
+            publish_scaled(plan, self._owners, self._order, self._rank, rows, gates, at)
 
-        sums, _ = self._read_sums((what, "combine", rows.shape[1], rows.dtype), passage, rows, gates, write)
+        sums, _ = self._read_sums((what, "combine", rows.shape[1], rows.dtype), plan, rows, gates, write)
         return sums
 
-    def dispatch_back(self, what: str, passage: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
+    def dispatch_back(self, what: str, plan: DispatchPlan, rows: Array, numbers: Array) -> tuple[Array, Array]:
         self.regions.name(f"{what}, dispatch, backward")
         item = rows.itemsize * rows.shape[1]
 
         def write(at: int) -> None:
-            publish_rows(passage, self._owners, self._order, self._rank, item, address_of(rows), at)
+            publish_rows(plan, self._owners, self._order, self._rank, item, address_of(rows), at)
             ctypes.memmove(at + _pad(rows.nbytes), address_of(numbers), numbers.nbytes)
 
         call = what, "dispatch, backward", rows.shape[1], rows.dtype
-        sums, chosen_regions = self._read_sums(call, passage, rows, _NO_GATES, write)
-        result = np.empty(assignments_of(passage), np.float32)
-        take_numbers(passage, self._owners, self._rank, item, self.regions.bases, chosen_regions, numbers, result)
+        sums, chosen_regions = self._read_sums(call, plan, rows, _NO_GATES, write)
+        result = np.empty(assignments_of(plan), np.float32)
+        take_numbers(plan, self._owners, self._rank, item, self.regions.bases, chosen_regions, numbers, result)
         return sums, result
 
-    def _put(self, call: Any, passage: DispatchPlan, x: Array, numbers: Array | None) -> tuple[Array, Array]:
+    def _put(self, call: Any, plan: DispatchPlan, x: Array, numbers: Array | None) -> tuple[Array, Array]:
         """Write rows, and numbers, to the ranks of their experts; return those that others have written here."""
         regions, rank, item = self.regions, self._rank, x.itemsize * x.shape[1]
         has_numbers = numbers is not None
-        short = bytes_needed(passage, item, has_numbers, regions.sizes, regions.next, self._needs)
+        short = bytes_needed(plan, item, has_numbers, regions.sizes, regions.next, self._needs)
         chosen = regions.next
         if short:
             new_region = regions.grow(short)
@@ -113,15 +113,15 @@ class SharedMemoryDispatcher:
                     chosen[other] = new_region
         region = regions.written(int(chosen[rank]), int(self._needs[rank]))
         numbers_at = 0 if numbers is None else address_of(numbers)
-        put_rows(passage, self._owners, address_of(x), item, numbers_at, regions.bases, chosen)
+        put_rows(plan, self._owners, address_of(x), item, numbers_at, regions.bases, chosen)
         written = (*call, "written")
         regions.synchronize(self._written, _digest(*written), written)
-        mine = rows_here(passage, rank)
+        mine = rows_here(plan, rank)
         rows = region[: mine * item].view(x.dtype).reshape(mine, x.shape[1])
         return rows, region[_pad(mine * item) :].view(np.float32)
 
     def _read_sums(
-        self, call: Any, passage: DispatchPlan, rows: Array, gates: Array, write: Callable[[int], None]
+        self, call: Any, plan: DispatchPlan, rows: Array, gates: Array, write: Callable[[int], None]
     ) -> tuple[Array, Array]:
         """Publish the output of `write(address)` to other ranks; return the sum for each token of this rank.
 
@@ -129,16 +129,16 @@ class SharedMemoryDispatcher:
         the region of each rank.
         """
         regions, rank, item = self.regions, self._rank, rows.itemsize * rows.shape[1]
-        bytes_needed(passage, item, True, regions.sizes, regions.next, self._needs)
+        bytes_needed(plan, item, True, regions.sizes, regions.next, self._needs)
         needs = self._needs
         at = regions.free(int(needs[rank]))
         if at != NONE:
             regions.hold(at)
             write(int(regions.bases[at, rank]))
-        meeting = self._published
-        meeting.own[2] = at
-        regions.synchronize(meeting, _digest(*call), call)
-        chosen_regions = meeting.counts[:, 0].copy()
+        counting = self._published
+        counting.own[2] = at
+        regions.synchronize(counting, _digest(*call), call)
+        chosen_regions = counting.counts[:, 0].copy()
         if min(chosen_regions.tolist()) == NONE:  # all ranks see the same values
             chosen_regions[chosen_regions == NONE] = regions.grow(int(needs.max()))
             if at == NONE:
@@ -147,12 +147,12 @@ class SharedMemoryDispatcher:
             regions.hold(at)
             late = (*call, "late")
             regions.synchronize(self._written, _digest(*late), late)
-        number = assignments_of(passage)
+        number = assignments_of(plan)
         addresses, factors = np.empty(number, np.int64), np.empty(number, np.float32)
         own = address_of(rows)
-        find_rows(passage, self._owners, rank, item, regions.bases, chosen_regions, own, gates, addresses, factors)
-        sums: Array = self._empty((tokens_of(passage), rows.shape[1]), rows.dtype)
-        sum_rows(sums, *list_by_token(passage), addresses, factors)
+        find_rows(plan, self._owners, rank, item, regions.bases, chosen_regions, own, gates, addresses, factors)
+        sums: Array = self._empty((tokens_of(plan), rows.shape[1]), rows.dtype)
+        sum_rows(sums, *list_by_token(plan), addresses, factors)
         return sums, chosen_regions
 
 

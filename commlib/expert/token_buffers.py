@@ -2,8 +2,8 @@
 
 A region is symmetric memory of all ranks. A rank may write into another rank's region only while it is free. So ranks
 meet in a small all-gather between any two exchanges, and each announces its next free region. A region lent as an
-array is not free while the array exists. A region published at a meeting, for others to read, is free after the next
-meeting.
+array is not free while the array exists. A region published at an exchange, for others to read, is free after the next
+exchange.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TokenBuffers:
         self._owners: list[Any] = []
         """For each region, a weak reference to the owner of all arrays of it."""
         self._free_at: list[int] = []
-        """The number of meetings after which each region is free."""
+        """The number of exchanges after which each region is free."""
         self.sizes, self.bases = np.zeros(0, np.int64), np.zeros((0, comm.size), np.int64)
         """Bytes of the regions, and the address of each rank's copy in this process."""
         self.next = np.full(comm.size, NONE, np.int64)
@@ -59,24 +59,24 @@ class TokenBuffers:
         self._next = NONE
         self._wanted = 0
         """Bytes that others wrote here last."""
-        self._meetings = 0
+        self._exchanges = 0
 
     def name(self, purpose: str) -> None:
         """Set the purpose, a layer and step, that the group reports for calls that wait from now on."""
         self._comm.group.purpose = purpose
 
-    def synchronize(self, meeting: CountExchange, digest: int, what: tuple[object, ...]) -> None:
-        """All-gather the numbers of `meeting.own`, from the third on. Collective.
+    def synchronize(self, exchange: CountExchange, digest: int, what: tuple[object, ...]) -> None:
+        """All-gather the numbers of `exchange.own`, from the third on. Collective.
 
         what, and a digest of it: the exchange, which must be the same on all ranks; otherwise all raise MismatchError.
         """
         if self._next == NONE:
             self._next = self.free(self._wanted)
-        own = meeting.own
+        own = exchange.own
         own[0], own[1] = digest, self._next
-        meeting.gather()
-        self._meetings += 1
-        if not read_choices(meeting.every, digest, self.next):
+        exchange.gather()
+        self._exchanges += 1
+        if not read_choices(exchange.every, digest, self.next):
             check_agreement(self._comm, "experts", lines(what))
 
     def written(self, at: int, nbytes: int) -> Array:
@@ -85,8 +85,8 @@ class TokenBuffers:
         return self.lend(at, nbytes)
 
     def hold(self, at: int) -> None:
-        """Note that others read a region of this rank from the next meeting until the one after it."""
-        self._free_at[at] = self._meetings + 2
+        """Note that others read a region of this rank from the next exchange until the one after it."""
+        self._free_at[at] = self._exchanges + 2
 
     def free(self, nbytes: int) -> int:
         """Return the smallest free region of this rank with at least `nbytes` bytes, or NONE."""
@@ -98,7 +98,7 @@ class TokenBuffers:
         return best
 
     def _is_free(self, at: int) -> bool:
-        if self._free_at[at] > self._meetings or at == self._next:
+        if self._free_at[at] > self._exchanges or at == self._next:
             return False
         owner = self._owners[at]
         return owner is None or owner() is None

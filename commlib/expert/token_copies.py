@@ -96,7 +96,7 @@ class TokenCopies:
         expert_of = np.repeat(np.tile(np.arange(len(self._own)), size), here.reshape(-1))
         positions = np.argsort(expert_of, kind="stable")
         copy_of = indices[positions]
-        passage = pack_plan(
+        plan = pack_plan(
             copied=copied,
             by_token=by_token,
             token_starts=_starts(copied, len(x)),
@@ -111,7 +111,7 @@ class TokenCopies:
             receive_counts=receive_counts,
             local=here.sum(0),
         )
-        return passage, copies, numbers[positions]
+        return plan, copies, numbers[positions]
 
     def send_again(self, p: CopyPlan, x: Array) -> Array:
         """Send other rows for the same tokens; return the received copies."""
@@ -134,12 +134,12 @@ class TokenCopies:
         return sums, result
 
     def _exchange_counts(self, call: tuple[object, ...], numbers: Sequence[int]) -> Array:
-        meeting = self._counting
-        meeting.own[0], meeting.own[2:] = digest_for(call), numbers
-        meeting.gather()
-        if (meeting.every[:, 0] != meeting.own[0]).any():
+        counting = self._counting
+        counting.own[0], counting.own[2:] = digest_for(call), numbers
+        counting.gather()
+        if (counting.every[:, 0] != counting.own[0]).any():
             check_agreement(self._comm, "experts", lines(call))
-        return meeting.counts.copy()
+        return counting.counts.copy()
 
     def _exchange(
         self,
@@ -210,11 +210,11 @@ def pack_plan(**parts: Array) -> DispatchPlan:
     return np.concatenate([np.array([len(part) for part in each]), *each], dtype=np.int32, casting="unsafe")
 
 
-def unpack_plan(passage: DispatchPlan) -> CopyPlan:
+def unpack_plan(plan: DispatchPlan) -> CopyPlan:
     """Return the arrays of a plan."""
     count = len(CopyPlan._fields)
-    ends = accumulate(passage[:count].tolist(), initial=count)
-    return CopyPlan(*(passage[start:stop] for start, stop in pairwise(ends)))
+    ends = accumulate(plan[:count].tolist(), initial=count)
+    return CopyPlan(*(plan[start:stop] for start, stop in pairwise(ends)))
 
 
 def _starts(numbers: Array, count: int) -> Array:

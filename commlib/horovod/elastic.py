@@ -197,12 +197,12 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any], *, attempts: int 
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        meeting = _RestartBarrier(attempts)
+        barrier = _RestartBarrier(attempts)
         error: CommlibError | HostsUpdatedInterrupt | None = None  # the reason of this rank's restart
         while True:
             is_returning = error is not None
             syncs = not (isinstance(error, HostsUpdatedInterrupt) and error.skip_sync)
-            failed = syncs and meeting.hold(error, state.commits)
+            failed = syncs and barrier.hold(error, state.commits)
             error = None  # its traceback keeps the objects of the call alive
             try:
                 if failed:
@@ -281,7 +281,7 @@ class _RestartBarrier:
         while True:
             try:
                 # In program order, because others may wait for this rank in such a call. The name distinguishes it.
-                ranks: list[_RankStatus] = group.run(all_gather_object(group, mine, "meeting of elastic.run"))
+                ranks: list[_RankStatus] = group.run(all_gather_object(group, mine, "barrier of elastic.run"))
             except MismatchError as other:
                 if not mine.is_returning or group.failure is not None:
                     raise

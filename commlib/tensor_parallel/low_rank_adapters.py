@@ -45,15 +45,15 @@ def find_low_ranks(trace: ModelTrace) -> list[LowRank]:
         ):
             continue
         before, after = _origins(trace, first), reach(trace, users, second)[1]
-        meetings = {
+        combined = {
             at: one.layer
             for one in reversed(products)
             if one.size == (inputs, outputs) and one.layer not in (first.layer, second.layer)
             if not before.isdisjoint(_origins(trace, one))
             if (at := _combining_step(trace, reach(trace, users, one)[1], after)) is not None
         }
-        if meetings:
-            adapters[first.layer] = LowRank(first.layer, second.layer, meetings[min(meetings)], rank)
+        if combined:
+            adapters[first.layer] = LowRank(first.layer, second.layer, combined[min(combined)], rank)
     return list(adapters.values())
 
 

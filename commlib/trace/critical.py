@@ -36,11 +36,11 @@ class CriticalPaths:
     def __init__(self, idle_times: Mapping[int, Sequence[IdleTime]], matched: Iterable[MatchedCall]) -> None:
         self._idle_times = idle_times
         self._ends = {rank: [one.ended for one in times] for rank, times in idle_times.items()}
-        self._matched = {meeting.key: meeting for meeting in matched}
+        self._matched = {call.key: call for call in matched}
         before: dict[tuple[int, str], list[tuple[int, Key]]] = defaultdict(list)
-        for meeting in self._matched.values():
-            for rank, part in meeting.parts.items():
-                before[rank, meeting.key[0]].append((part.ended, meeting.key))
+        for call in self._matched.values():
+            for rank, part in call.parts.items():
+                before[rank, call.key[0]].append((part.ended, call.key))
         self._before = {place: sorted(ends) for place, ends in before.items()}
 
     def back(self, rank: int, end: int, start: int) -> list[PathSegment]:
@@ -75,31 +75,31 @@ class CriticalPaths:
         self, rank: int, now: int, idle: IdleTime, start: int, segments: list[PathSegment]
     ) -> tuple[int, int]:
         """Walk back through the awaited operations; return the rank and time at which the path continues."""
-        meeting, what = self._matched.get(idle.key), idle.what
-        while meeting is not None and rank in meeting.parts and len(segments) < _MOST:
-            last = meeting.last(rank)
-            part = meeting.parts[last]
+        call, what = self._matched.get(idle.key), idle.what
+        while call is not None and rank in call.parts and len(segments) < _MOST:
+            last = call.last(rank)
+            part = call.parts[last]
             arrival = min(max(part.arrived, start), now)
             segments.append(PathSegment(rank, what, arrival, now))
             rank, now = last, arrival
-            earlier = self._find_blocker(rank, part.launched, now, meeting)
+            earlier = self._find_blocker(rank, part.launched, now, call)
             if earlier is None:
                 if part.launched < now and not part.exposed:  # it was launched before it had its turn
                     launched = max(part.launched, start)
                     segments.append(PathSegment(rank, what, launched, now))
                     now = launched
                 return rank, now
-            meeting, what = earlier, earlier.what
+            call, what = earlier, earlier.what
         began = max(idle.began, start)
         if began < now:
             segments.append(PathSegment(rank, what, began, now))
         return rank, min(now, began)
 
-    def _find_blocker(self, rank: int, launched: int, now: int, meeting: MatchedCall) -> MatchedCall | None:
+    def _find_blocker(self, rank: int, launched: int, now: int, call: MatchedCall) -> MatchedCall | None:
         """Return the operation of the same group that delayed this one: it ended between this launch and its turn."""
-        ends = self._before.get((rank, meeting.key[0]), [])
-        at = bisect_left(ends, (now + 1, meeting.key)) - 1
-        while at >= 0 and ends[at][1] == meeting.key:
+        ends = self._before.get((rank, call.key[0]), [])
+        at = bisect_left(ends, (now + 1, call.key)) - 1
+        while at >= 0 and ends[at][1] == call.key:
             at -= 1
         if at < 0 or ends[at][0] <= launched or ends[at][0] > now:
             return None

@@ -54,11 +54,11 @@ def find_lost_time(
     begins, ends = [began for began, _ in still], [ended for _, ended in still]
     pieces: dict[int, list[Interval]] = {}
     often: dict[int, int] = {}
-    for meeting in matched:
-        last = meeting.last(rank) if rank in meeting.parts else rank
+    for call in matched:
+        last = call.last(rank) if rank in call.parts else rank
         if last == rank:
             continue
-        part, late = meeting.parts[rank], meeting.parts[last].arrived
+        part, late = call.parts[rank], call.parts[last].arrived
         until = min(late, part.ended)
         near = still[
             bisect_right(ends, part.arrived) : bisect_left(begins, until)

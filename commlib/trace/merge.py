@@ -134,13 +134,13 @@ def _wait_events(story: RankActivity) -> Iterator[tuple[int, TraceEvent]]:
 
 
 def _arrows(matched: Sequence[MatchedCall], stories: Mapping[int, RankActivity]) -> Iterator[tuple[int, TraceEvent]]:
-    for number, meeting in enumerate(matched):
-        for rank, part in meeting.parts.items():
-            last = meeting.last(rank)
-            late = meeting.parts[last]
+    for number, call in enumerate(matched):
+        for rank, part in call.parts.items():
+            last = call.last(rank)
+            late = call.parts[last]
             if last == rank or late.arrived - part.arrived < _ARROW or {rank, last} - stories.keys():
                 continue
-            arrow = {"cat": "waits", "name": f"{meeting.what} waits", "id": f"waits {number}.{rank}"}
+            arrow = {"cat": "waits", "name": f"{call.what} waits", "id": f"waits {number}.{rank}"}
             yield late.arrived, {"ph": "s", "pid": last, "tid": late.row, **arrow}
             within = max(part.arrived, part.ended - 1000)  # within the slice, so viewers bind the arrow to it
             yield within, {"ph": "f", "bp": "e", "pid": rank, "tid": part.row, **arrow}

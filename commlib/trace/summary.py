@@ -216,9 +216,9 @@ def _steps(run: _Analysis, marks: StepMarks) -> StepFigures:
 def _moving(matched: Sequence[MatchedCall]) -> int:
     """Return how long ranks were in collectives after the last one had arrived, summed over all ranks."""
     return sum(
-        max(0, part.ended - max(one.arrived for one in meeting.parts.values()))
-        for meeting in matched
-        for part in meeting.parts.values()
+        max(0, part.ended - max(one.arrived for one in call.parts.values()))
+        for call in matched
+        for part in call.parts.values()
     )
 
 

@@ -64,7 +64,7 @@ class Network:
             "send": defaultdict(deque),
             "recv": defaultdict(deque),
         }
-        self._meetings: dict[tuple[Any, ...], dict[int, Any]] = {}
+        self._exchanges: dict[tuple[Any, ...], dict[int, Any]] = {}
         self._contexts = itertools.count(1)
 
     def post(self, queue: str, key: tuple[int, ...], buffer: memoryview) -> _Message:
@@ -88,7 +88,7 @@ class Network:
     def exchange(self, key: tuple[Any, ...], rank: int, size: int, value: Any) -> list[Any]:
         """Exchange one value among all ranks of a group."""
         with self.changed:
-            values = self._meetings.setdefault(key, {})
+            values = self._exchanges.setdefault(key, {})
             values[rank] = value
             self.changed.notify_all()
             if not self.changed.wait_for(lambda: len(values) == size, timeout=60):
@@ -170,14 +170,14 @@ class LoopbackTransport:
     ) -> None:
         self._network, self._context, self._world, self._space = network, context, tuple(world), space
         self.rank, self.size, self.members = rank, len(world), tuple(members)
-        self._meetings: Counter[tuple[Any, ...]] = Counter()  # shared by this rank's endpoints in parts of the group
+        self._exchanges: Counter[tuple[Any, ...]] = Counter()  # shared by this rank's endpoints in parts of the group
 
     def space(self, space: Space) -> LoopbackTransport:
         args = self._network, self._context, self._world, self.rank, self.members
         return self._part(LoopbackTransport(*args, space))
 
     def _part(self, other: LoopbackTransport) -> LoopbackTransport:
-        other._meetings = self._meetings
+        other._exchanges = self._exchanges
         return other
 
     def among(self, ranks: Sequence[int]) -> LoopbackTransport:
@@ -237,9 +237,9 @@ class LoopbackTransport:
         """Do nothing: unmatched messages are freed with the network, in this process's memory."""
 
     def _gather_values(self, what: str, value: Any) -> list[Any]:
-        meeting = what, self._world
-        self._meetings[meeting] += 1
-        key = self._context, *meeting, self._meetings[meeting]
+        label = what, self._world
+        self._exchanges[label] += 1
+        key = self._context, *label, self._exchanges[label]
         return self._network.exchange(key, self.rank, self.size, value)
 
     def split(self, color: int, key: int) -> LoopbackTransport | None:

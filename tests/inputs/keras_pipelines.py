@@ -69,7 +69,7 @@ def assert_weights(pipe: Any, whole: Any, tolerance: float = EXACT) -> None:
             near(variable, expected[key(variable)], tolerance)
 
 
-class Alone:
+class SingleProcess:
     """One process with the whole model. microbatches: it receives parts of a batch, and adds up their contributions."""
 
     def __init__(self, model: Any, optimizer: Any = None, loss: Any = "mse") -> None:

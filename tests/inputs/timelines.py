@@ -9,7 +9,7 @@ from typing import Any
 BOOT = "a-boot"
 
 
-class MadeUp:
+class RankTimeline:
     """The timeline of one rank. Times are ms of the common clock; the file has them in the rank's own clock.
 
     ahead: ms that the rank's clock is ahead, or a function of the time.

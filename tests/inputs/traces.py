@@ -12,7 +12,7 @@ from commlib.tensor_parallel.equations import NEW, Equation, Shape
 from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 
-class Written:
+class WrittenTrace:
     """A model that is written down step by step. Each method returns the number of its result."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from commlib.errors import MismatchError, StallError, UsageError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from tests.bodies import checks
-from tests.bodies.device_ways import count
+from tests.bodies.device_paths import count
 from tests.late import LATE, OnDevice
 from tests.oracles.poison import poisoned
 

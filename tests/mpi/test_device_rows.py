@@ -15,7 +15,7 @@ from commlib.errors import MismatchError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from tests.bodies import checks
-from tests.bodies.device_ways import count
+from tests.bodies.device_paths import count
 from tests.late import LATE, LateArray, OnDevice
 
 pytestmark = pytest.mark.usefixtures("no_races")

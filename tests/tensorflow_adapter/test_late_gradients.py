@@ -15,7 +15,7 @@ from commlib.communicator import Communicator
 from commlib.devices.array import DeviceArray
 from commlib.errors import MismatchError
 from commlib_tensorflow.devices import settle
-from tests.bodies.device_ways import kinds_gathered
+from tests.bodies.device_paths import kinds_gathered
 from tests.late import LATE
 from tests.tensorflow_adapter import device_gradients as bodies
 from tests.tensorflow_adapter.late import HostTensors, late, watched

@@ -18,7 +18,7 @@ from commlib_tensorflow import pipeline
 from tests.bodies.pipelines import assert_a_failing_loss_is_reported
 from tests.inputs.keras_pipelines import (
     WIDTH,
-    Alone,
+    SingleProcess,
     assert_gradients,
     assert_weights,
     batch,
@@ -43,7 +43,7 @@ SCHEDULES = [
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, microbatches: int) -> None:
     """Two batches are accumulated, one of which leaves microbatches uneven or empty; then the weights are updated."""
-    alone = Alone(layers(6 if comm.size < 3 else 12), keras.optimizers.Adam(0.1))
+    alone = SingleProcess(layers(6 if comm.size < 3 else 12), keras.optimizers.Adam(0.1))
     model = layers(6 if comm.size < 3 else 12)
     pipe = pipeline(
         model, comm, schedule=name, microbatches=microbatches, loss="mse", optimizer=keras.optimizers.Adam(0.1)
@@ -99,7 +99,7 @@ def skipping() -> Any:
 def test_skips_ties_masks_and_integers(comm: Any, name: Any, split: str) -> None:
     chunks = 2 if name == "interleaved" and comm.size < 3 else 1
     places = ["second", "third", "head"][: comm.size * chunks - 1] if split == "names" else "auto"
-    alone = Alone(skipping(), keras.optimizers.SGD(0.1, global_clipnorm=0.5))
+    alone = SingleProcess(skipping(), keras.optimizers.SGD(0.1, global_clipnorm=0.5))
     pipe = pipeline(
         skipping(), comm, schedule=name, microbatches=3, loss="mse", split=places, stages=comm.size * chunks,
         optimizer=keras.optimizers.SGD(0.1, global_clipnorm=0.5),
@@ -155,7 +155,7 @@ def test_dropout_statistics_and_regularisers(comm: Any, name: Any, checkpoint: A
 
     Results match one process that processes the microbatches in turn and weights regularisers by their share.
     """
-    alone = Alone(stateful(), "sgd")
+    alone = SingleProcess(stateful(), "sgd")
     pipe = pipeline(stateful(), comm, schedule=name, microbatches=3, loss="mse", optimizer="sgd", checkpoint=checkpoint)
     weight = np.random.default_rng(3).uniform(size=8)
     for step in range(2):
@@ -190,7 +190,7 @@ def test_gradients_do_not_share_memory_with_messages(comm: Any, rows: int) -> No
         own = [layer for n in range(comm.size) for layer in (Shift(name=f"s{n}"), keras.layers.Flatten(name=f"f{n}"))]
         return filled(keras.Sequential([keras.Input((64,)), *own, keras.layers.Dense(2, name="d")]))
 
-    alone = Alone(shifts())
+    alone = SingleProcess(shifts())
     pipe = pipeline(shifts(), comm, microbatches=rows, loss="mse")
     generator = np.random.default_rng(0)
     for _ in range(2):
@@ -380,7 +380,7 @@ def test_short_floats_and_codecs(comm: Any, dtype: str) -> None:
         return filled(keras.Sequential([keras.Input((WIDTH,), dtype=dtype), *dense]))
 
     x, y = batch(8)
-    alone = Alone(model())
+    alone = SingleProcess(model())
     expected = alone.step(x, y, microbatches=2)
     pipe = pipeline(model(), comm, microbatches=2, loss="mse")
     near(pipe.step(x, y), expected, 0.01)  # TensorFlow fuses operations in graphs, and rounds less
@@ -521,7 +521,7 @@ def test_automatic_names_may_differ(comm: Any, tmp_path: Any) -> None:
     )
     names = comm.all_gather_object(model.layers[-1].name)
     assert len(set(names)) > 1, f"this test is of none: {names}, {len(others)}"
-    alone = Alone(model)
+    alone = SingleProcess(model)
     pipe = pipeline(model, comm, microbatches=2, loss="mse")
     near(pipe.step(*batch(8)), alone.step(*batch(8)))
     assert_gradients(pipe, alone.gradients)
@@ -546,7 +546,7 @@ def test_mismatched_batches_are_refused(comm: Any) -> None:
     text = "rank 0 has the first stage: pass x on it" if comm.rank == 0 else "the batch of rank 0 is invalid"
     with pytest.raises(UsageError, match=text):
         pipe.step(None, y)
-    near(pipe.step(x, y), Alone(layers(4)).step(x, y))
+    near(pipe.step(x, y), SingleProcess(layers(4)).step(x, y))
     pipe.close()
 
 

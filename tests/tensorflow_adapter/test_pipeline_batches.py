@@ -11,7 +11,17 @@ import tensorflow as tf
 
 from commlib.errors import CommlibError, UsageError
 from commlib_tensorflow import pipeline
-from tests.inputs.keras_pipelines import WIDTH, Alone, assert_gradients, batch, filled, in_float64, key, layers, near
+from tests.inputs.keras_pipelines import (
+    WIDTH,
+    SingleProcess,
+    assert_gradients,
+    batch,
+    filled,
+    in_float64,
+    key,
+    layers,
+    near,
+)
 
 __all__ = ["in_float64"]
 
@@ -244,5 +254,5 @@ def test_sparse_and_ragged_tensors_are_refused(comm: Any) -> None:
     ):
         with pytest.raises(UsageError, match=expected):
             call()
-    near(pipe.step(x, y, weights), Alone(layers(4)).step(x, y, np.array(weights)))
+    near(pipe.step(x, y, weights), SingleProcess(layers(4)).step(x, y, np.array(weights)))
     pipe.close()

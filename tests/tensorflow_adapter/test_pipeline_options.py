@@ -20,7 +20,7 @@ from commlib_tensorflow.pipelines import _stage_functions
 from commlib_tensorflow.pipelines._selective_recompute import current_products, without_products
 from tests.inputs.keras_pipelines import (
     WIDTH,
-    Alone,
+    SingleProcess,
     assert_gradients,
     assert_weights,
     batch,
@@ -103,7 +103,7 @@ def test_products_are_kept(comm: Any, name: Any, eager: bool, monkeypatch: pytes
     monkeypatch.setattr(_stage_functions, "without_products", noting)
     generator = np.random.default_rng(5)
     x, y = generator.normal(size=(6, 4, 4, 2)), generator.normal(size=(6, 2))
-    alone = Alone(products())
+    alone = SingleProcess(products())
     pipe = pipeline(products(), comm, schedule=name, microbatches=3, checkpoint="selective")
     pipe.compile(optimizer="sgd", loss="mse", run_eagerly=eager)
     near(pipe.step(x, y), alone.step(x, y, microbatches=3))  # dropout draws for each microbatch
@@ -140,7 +140,7 @@ def test_statistics_of_whole_batches(comm: Any, name: Any, checkpoint: Any) -> N
         normalized(), comm, schedule=name, microbatches=5, loss="mse", checkpoint=checkpoint, batch_norm="batch",
         **updates,
     )  # fmt: skip
-    alone = Alone(normalized())
+    alone = SingleProcess(normalized())
     inputs = keras.Model(whole.inputs, whole.get_layer("d5").output)
     n1 = whole.get_layer("n1")
     for step, rows in enumerate((13, 3)):  # one leaves microbatches empty
@@ -215,7 +215,7 @@ def test_chosen_by_measured_costs(comm: Any) -> None:
     x, y = batch(8)
     example = x[:2] if comm.rank == 0 else None
     for options in ({"schedule": "auto"}, {"schedule": "auto", "memory": 10**6}, {"schedule": "1f1b", "split": "time"}):
-        alone = Alone(normalized(), "sgd")
+        alone = SingleProcess(normalized(), "sgd")
         pipe = pipeline(normalized(), comm, microbatches=4, loss="mse", example=example, **options)
         assert ("simulated" in pipe.why) == (options["schedule"] == "auto")
         assert_weights(pipe, alone.model)
@@ -308,7 +308,7 @@ class Counting(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no type
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_updates_are_compiled(comm: Any, eager: bool) -> None:
-    alone = Alone(layers(4), keras.optimizers.SGD(0.1, momentum=0.9))
+    alone = SingleProcess(layers(4), keras.optimizers.SGD(0.1, momentum=0.9))
     optimizer = Counting(0.1, momentum=0.9)
     pipe = pipeline(layers(4), comm, microbatches=2)
     pipe.compile(optimizer=optimizer, loss="mse", run_eagerly=eager)
@@ -330,7 +330,7 @@ def test_updates_are_compiled(comm: Any, eager: bool) -> None:
 
 def test_gradients_are_clipped_by_each_norm(comm: Any) -> None:
     """Regression: only the 2-norm was supported, and a NaN norm was ignored."""
-    whole, pipe = Alone(layers(4)), pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
+    whole, pipe = SingleProcess(layers(4)), pipeline(layers(4), comm, microbatches=2, loss="mse", optimizer="sgd")
     x, y = batch(6)
     whole.step(x, y)
     gradients: dict[str, Any] = whole.gradients

@@ -12,7 +12,16 @@ import tensorflow as tf
 
 from commlib.errors import MismatchError, PeerError, UsageError
 from commlib_tensorflow import pipeline
-from tests.inputs.keras_pipelines import WIDTH, Alone, assert_gradients, assert_weights, batch, filled, in_float64, near
+from tests.inputs.keras_pipelines import (
+    WIDTH,
+    SingleProcess,
+    assert_gradients,
+    assert_weights,
+    batch,
+    filled,
+    in_float64,
+    near,
+)
 
 __all__ = ["in_float64"]  # a fixture
 
@@ -68,7 +77,7 @@ LONG = [
 def test_single_layers(comm: Any, schedule: Any, how: str, eager: bool) -> None:
     """Regression: only whole stages could be recomputed."""
     count = comm.size * (2 if schedule == "interleaved" else 1)
-    alone = Alone(blocks(max(count, 2)), keras.optimizers.SGD(0.1))
+    alone = SingleProcess(blocks(max(count, 2)), keras.optimizers.SGD(0.1))
     pipe = pipeline(blocks(max(count, 2)), comm, schedule=schedule, microbatches=2, checkpoint=HOWS[how])
     pipe.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eager)
     for step in range(2):
@@ -148,7 +157,7 @@ def test_masks_loops_and_short_floats(comm: Any, policy: str) -> None:
     y = generator.normal(size=(6, WIDTH))
     x[:, 0] = 1
     whole: Any = {"*": "full", "norm": "selective", "gru": "selective"}
-    alone, pipe = Alone(texts()), pipeline(texts(), comm, microbatches=2, loss="mse", checkpoint=whole)
+    alone, pipe = SingleProcess(texts()), pipeline(texts(), comm, microbatches=2, loss="mse", checkpoint=whole)
     tolerance = 1e-10 if policy == "float64" else 0.05
     near(pipe.step(x, y), alone.step(x, y, microbatches=2), tolerance)
     assert_gradients(pipe, alone.gradients, tolerance)

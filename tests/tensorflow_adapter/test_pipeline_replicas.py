@@ -21,7 +21,7 @@ from commlib_tensorflow.pipelines._replicas import StageReduction
 from commlib_tensorflow.pipelines._stages import TensorflowStage
 from tests.inputs.keras_pipelines import (
     WIDTH,
-    Alone,
+    SingleProcess,
     assert_gradients,
     assert_weights,
     batch,
@@ -81,7 +81,7 @@ def by_stages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_steps_match_one_process(comm: Any, by_stages: list[int], name: Any) -> None:
     """Each step accumulates the gradients of two batches; the first one clips them by the norm over all stages."""
     mesh = Mesh(pp=2, dp=2)
-    alone = Alone(tied(), keras.optimizers.Adam(0.05))
+    alone = SingleProcess(tied(), keras.optimizers.Adam(0.05))
     optimizer: Any = DistributedOptimizer(keras.optimizers.Adam(0.05), mesh=mesh, **SMALL)
     pipe = pipeline(tied(), mesh["pp"], schedule=name, microbatches=3, loss="mse", optimizer=optimizer)
     for step in range(2):
@@ -139,7 +139,7 @@ def test_fit_matches_one_process(comm: Any, by_stages: list[int], name: Any, ove
 
 def test_earlier_accumulated_gradients_are_reduced_too(comm: Any, by_stages: list[int]) -> None:
     mesh = Mesh(pp=2, dp=2)
-    alone = Alone(layers(4), "sgd")
+    alone = SingleProcess(layers(4), "sgd")
     optimizer = DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh, op=ct.Sum, overlap=True)
     pipe = pipeline(layers(4), mesh["pp"], microbatches=3, loss="mse", optimizer=optimizer)
     for seed, call in ((0, pipe.step), (1, pipe.train_on_batch), (2, pipe.train_on_batch)):
@@ -213,7 +213,7 @@ def test_a_failed_step_leaves_no_pending_reduction(
 ) -> None:
     """Some gradients were in flight. Another pipeline of the same layers and optimizer continues without them."""
     mesh = Mesh(pp=2, dp=2)
-    model, alone = layers(4), Alone(layers(4), "sgd")
+    model, alone = layers(4), SingleProcess(layers(4), "sgd")
     optimizer = DistributedOptimizer(keras.optimizers.SGD(), mesh=mesh, overlap=True, **SMALL)
     options: dict[str, Any] = {"schedule": "breadth_first", "microbatches": 3, "loss": "mse", "optimizer": optimizer}
     pipe = pipeline(model, mesh["pp"], **options)

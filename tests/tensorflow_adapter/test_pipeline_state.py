@@ -14,7 +14,7 @@ from commlib.errors import PeerError, UsageError
 from commlib_tensorflow import pipeline
 from tests.inputs.keras_pipelines import (
     WIDTH,
-    Alone,
+    SingleProcess,
     assert_gradients,
     assert_weights,
     batch,
@@ -67,7 +67,7 @@ def test_forwards_write_variables(comm: Any, name: Any, checkpoint: Any, eager: 
 
     evaluate and predict changed nothing. The reference is one process that processes the microbatches in turn.
     """
-    alone = Alone(writing(), "sgd")
+    alone = SingleProcess(writing(), "sgd")
     pipe = pipeline(writing(), comm, schedule=name, microbatches=3, checkpoint=checkpoint)
     pipe.compile(optimizer="sgd", loss="mse", run_eagerly=eager)
     for step in range(2):
@@ -219,7 +219,7 @@ def test_local_and_whole_weights(comm: Any) -> None:
     x, y = batch(8)
     stop = keras.callbacks.EarlyStopping("loss", patience=1, mode="max", restore_best_weights=True)
     pipe.fit(x, y, batch_size=8, epochs=3, callbacks=[stop], verbose=0)
-    alone = Alone(layers(4), "sgd")
+    alone = SingleProcess(layers(4), "sgd")
     alone.step(x, y)
     alone.update()
     assert_weights(pipe, alone.model)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from commlib.errors import MismatchError, PeerError, UsageError
 from commlib_tensorflow import pipeline
-from tests.inputs.keras_pipelines import WIDTH, Alone, assert_weights, batch, filled, in_float64, layers, near
+from tests.inputs.keras_pipelines import WIDTH, SingleProcess, assert_weights, batch, filled, in_float64, layers, near
 
 __all__ = ["in_float64"]  # a fixture
 
@@ -106,7 +106,7 @@ def test_stateful_layers_take_whole_batches(comm: Any) -> None:
     whole, cut = (recurrent(4, max(2, comm.size)) for _ in range(2))
     with pytest.raises(UsageError, match=r"l0.* is stateful.* use microbatches=1"):
         pipeline(recurrent(4, max(2, comm.size)), comm, microbatches=2)
-    alone, pipe = Alone(whole, "sgd"), pipeline(cut, comm, microbatches=1, loss="mse", optimizer="sgd")
+    alone, pipe = SingleProcess(whole, "sgd"), pipeline(cut, comm, microbatches=1, loss="mse", optimizer="sgd")
     for each in x:
         near(pipe.step(each, y), alone.step(each, y))
         near(pipe.predict_on_batch(each), alone.model(each))
@@ -201,7 +201,7 @@ class Raises(keras.optimizers.SGD):  # type: ignore[misc]  # Keras has no types
 @pytest.mark.ranks(min=2)
 def test_a_late_error_reaches_all_ranks(comm: Any) -> None:
     """Regression: others waited if one rank's program caught the error; now all continue if all catch it."""
-    alone, optimizer = Alone(layers(comm.size), "sgd"), Raises()
+    alone, optimizer = SingleProcess(layers(comm.size), "sgd"), Raises()
     pipe = pipeline(layers(comm.size), comm, microbatches=2)
     pipe.compile(optimizer=optimizer, loss="mse", metrics=["mae"], run_eagerly=True)
     for late in range(2):
@@ -300,7 +300,7 @@ def test_models_with_their_own_call(comm: Any) -> None:
             keras.Sequential([keras.Input((WIDTH,)), ends[0], doubled, ends[1], *(() if comm.size < 4 else inner)])
         )
 
-    alone, pipe = Alone(nested()), pipeline(nested(), comm, microbatches=2, loss="mse")
+    alone, pipe = SingleProcess(nested()), pipeline(nested(), comm, microbatches=2, loss="mse")
     near(pipe.step(*batch(6)), alone.step(*batch(6)))
     pipe.close()
     measuring = [Measures() for _ in range(comm.size)]

@@ -103,7 +103,7 @@ def test_numbers_in_a_user_plan(comm: Any) -> None:
     same(lambda: model("rows"), {**layers, "*.heads": PerRank(HEADS)}, comm, values(2, TOKENS, WIDTH))
 
 
-class Alone(keras.Model):  # type: ignore[misc]
+class SingleProcess(keras.Model):  # type: ignore[misc]
     """A model that stores the number itself."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Alone(keras.Model):  # type: ignore[misc]
 @pytest.mark.ranks(min=2, max=2)
 def test_a_number_of_the_model_itself(comm: Any) -> None:
     def make() -> Any:
-        built = Alone()
+        built = SingleProcess()
         built(values(2, TOKENS, WIDTH))
         return filled(built)
 

@@ -17,7 +17,7 @@ from commlib.errors import MismatchError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
 from commlib_torch.tensor.context import attention
-from tests.bodies.device_ways import kinds_gathered
+from tests.bodies.device_paths import kinds_gathered
 from tests.late import LATE
 from tests.torch_adapter import device_gradients, device_layers, device_training, device_verbs, values
 from tests.torch_adapter.late import HostStream, HostTensors, late

@@ -273,7 +273,7 @@ class TestRight:
     def test_values_may_be_overwritten(self, tp: Any, way: str) -> None:
         """A layer's input is later modified in place: each value is compared with its state at that time."""
 
-        class Written(nn.Module):
+        class InPlaceSum(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.first, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 12), nn.Linear(12, 8)
@@ -283,7 +283,7 @@ class TestRight:
                 x += self.down(self.up(x).relu())
                 return x.mul_(2)
 
-        model = build_model(lambda _: Written(), None)
+        model = build_model(lambda _: InPlaceSum(), None)
         plain = copy.deepcopy(model)
         options: dict[str, Any] = {} if way == "first call" else {"example": rows(), "report": lambda table: None}
         parallelize(model, tp, "auto" if way == "auto" else PLAN, **options)

@@ -33,14 +33,14 @@ from commlib_tensorflow.errors import as_tensorflows
 class DispatchedTokens(NamedTuple):
     """Tokens for the experts of this rank: rows [number, width], their gates, and the count of each expert.
 
-    passage: the dispatch plan for `combine_tokens`, as bytes. losses: balance and z, if it was routed, too. place: of
+    plan: the dispatch plan for `combine_tokens`, as bytes. losses: balance and z, if it was routed, too. place: of
     the rows.
     """
 
     rows: Any
     gates: Any
     counts: Any
-    passage: Any
+    plan: Any
     losses: Any = None
     place: DevicePlace | None = None
 
@@ -62,12 +62,12 @@ def route_and_dispatch(
 
     def forward(x: Any, logits: Array, *more: Array) -> Sequence[Any]:
         routing = route(logits, *more)
-        passage, rows, gates, counts = mixture.exchange.dispatch(mixture.name, routing, x, routing.gates)
+        plan, rows, gates, counts = mixture.exchange.dispatch(mixture.name, routing, x, routing.gates)
         losses = np.array([routing.balance, routing.z], np.float32)
-        return [rows, gates.copy(), counts.astype(_NUMBERS), _pack_plan(passage), losses, _pickle(routing)]
+        return [rows, gates.copy(), counts.astype(_NUMBERS), _pack_plan(plan), losses, _pickle(routing)]
 
-    def backward(passage: Any, state: Array, of_rows: Any, of_gates: Any, of_losses: Array) -> Sequence[Any]:
-        of_x, gates = mixture.exchange.dispatch_back(mixture.name, _unpack_plan(passage, mixture), of_rows, of_gates)
+    def backward(plan: Any, state: Array, of_rows: Any, of_gates: Any, of_losses: Array) -> Sequence[Any]:
+        of_x, gates = mixture.exchange.dispatch_back(mixture.name, _unpack_plan(plan, mixture), of_rows, of_gates)
         routing: Routing = pickle.loads(state.data)
         on_host = copy_to_host(gates, mixture.ranks.axis.comm.watch(f"gradients of gates of {mixture.name}"))
         return [of_x, routing.gradient(on_host, float(of_losses[0]), float(of_losses[1]))]
@@ -78,12 +78,12 @@ def route_and_dispatch(
             Spec(tf.float32, (2,)), _STATE,
         ]  # fmt: skip
         *outputs, state = call_at(place, "experts", forward, [x, logits, *given[2:]], specs, host=range(1, len(given)))
-        passage = outputs[3]
+        plan = outputs[3]
 
         def gradient(of_rows: Any, of_gates: Any, of_counts: Any, of_passage: Any, of_losses: Any) -> Any:
             specs = [Spec.like(x), Spec.like(logits)]
             return _differentiate_once(
-                place, backward, [passage, state], [of_rows, of_gates, of_losses], specs, host=(1, 4)
+                place, backward, [plan, state], [of_rows, of_gates, of_losses], specs, host=(1, 4)
             )
 
         return tuple(outputs), gradient
@@ -148,11 +148,11 @@ def dispatch_tokens(x: Any, gates: Any, mixture: Mixture, part: int, state: Any)
 
     def forward(x: Any, gates: Array, state: Array) -> Sequence[Any]:
         own = pickle.loads(state.data)[1][part]
-        passage, rows, arrived, counts = mixture.exchange.dispatch(mixture.name, own, x, gates)
-        return [rows, arrived.copy(), counts.astype(_NUMBERS), _pack_plan(passage)]
+        plan, rows, arrived, counts = mixture.exchange.dispatch(mixture.name, own, x, gates)
+        return [rows, arrived.copy(), counts.astype(_NUMBERS), _pack_plan(plan)]
 
-    def backward(passage: Any, of_rows: Any, of_gates: Any) -> Sequence[Any]:
-        return list(mixture.exchange.dispatch_back(mixture.name, _unpack_plan(passage, mixture), of_rows, of_gates))
+    def backward(plan: Any, of_rows: Any, of_gates: Any) -> Sequence[Any]:
+        return list(mixture.exchange.dispatch_back(mixture.name, _unpack_plan(plan, mixture), of_rows, of_gates))
 
     def sending(x: Any, gates: Any) -> tuple[tuple[Any, ...], Any]:
         specs = [Spec(x.dtype, (None, width)), Spec(tf.float32, (None,)), Spec(tf.int64, (local,)), _PASSAGE]
@@ -173,21 +173,21 @@ def combine_tokens(rows: Any, mixture: Mixture, arrived: DispatchedTokens, token
 
     rows: the outputs of this rank's experts. tokens: the sent tokens, whose shape the result has.
     """
-    place, passage = arrived.place, arrived.passage
+    place, plan = arrived.place, arrived.plan
 
-    def forward(rows: Any, gates: Any, passage: Any) -> Sequence[Any]:
-        return [mixture.exchange.combine(mixture.name, _unpack_plan(passage, mixture), rows, gates)]
+    def forward(rows: Any, gates: Any, plan: Any) -> Sequence[Any]:
+        return [mixture.exchange.combine(mixture.name, _unpack_plan(plan, mixture), rows, gates)]
 
-    def backward(passage: Any, gradient: Any, rows: Any, gates: Any) -> Sequence[Any]:
-        arrived = mixture.exchange.combine_back(mixture.name, _unpack_plan(passage, mixture), gradient)
+    def backward(plan: Any, gradient: Any, rows: Any, gates: Any) -> Sequence[Any]:
+        arrived = mixture.exchange.combine_back(mixture.name, _unpack_plan(plan, mixture), gradient)
         return [arrived, scale_gradients(arrived, rows, gates)]
 
     def combining(rows: Any, gates: Any) -> tuple[Any, Any]:
-        (combined,) = call_at(place, "experts", forward, [rows, gates, passage], [Spec(rows.dtype, tokens.shape)])
+        (combined,) = call_at(place, "experts", forward, [rows, gates, plan], [Spec(rows.dtype, tokens.shape)])
 
         def gradient(of_combined: Any) -> Any:
             specs = [Spec.like(rows), Spec.like(gates)]
-            return _differentiate_once(place, backward, [passage], [of_combined, rows, gates], specs)
+            return _differentiate_once(place, backward, [plan], [of_combined, rows, gates], specs)
 
         return combined, gradient
 
@@ -224,17 +224,17 @@ def _widen(tensor: Any, place: DevicePlace | None) -> Any:
     return tensor if place is None or tensor.dtype != tf.int32 else tf.cast(tensor, tf.int64)
 
 
-def _pack_plan(passage: Any) -> Any:
+def _pack_plan(plan: Any) -> Any:
     """Return a dispatch plan as bytes, on its device."""
-    return pack_device_plan(passage) if type(passage) is DeviceDispatchPlan else passage.view(np.uint8)
+    return pack_device_plan(plan) if type(plan) is DeviceDispatchPlan else plan.view(np.uint8)
 
 
-def _unpack_plan(passage: Any, mixture: Mixture) -> Any:
+def _unpack_plan(plan: Any, mixture: Mixture) -> Any:
     """Convert bytes back to a dispatch plan."""
-    if type(passage) is not DeviceArray:
-        return passage.view(np.int32)
+    if type(plan) is not DeviceArray:
+        return plan.view(np.int32)
     comm = mixture.ranks.axis.comm
-    return unpack_device_plan(passage, comm.size, comm.watch(f"the dispatch plan of {mixture.name}"))
+    return unpack_device_plan(plan, comm.size, comm.watch(f"the dispatch plan of {mixture.name}"))
 
 
 def _pickle(state: Any) -> Array:

@@ -46,7 +46,7 @@ class RouteFunction(Function):
 
 
 class DispatchFunction(Function):
-    """Rows of tokens to experts: `rows, gates, passage, counts = Dispatched.apply(x, gates, exchange, ...)`.
+    """Rows of tokens to experts: `rows, gates, plan, counts = Dispatched.apply(x, gates, exchange, ...)`.
 
     gates: from the routing, which sends its own arrays. between: this call of the layer, as for `CombineFunction`.
     """
@@ -57,43 +57,43 @@ class DispatchFunction(Function):
     ) -> tuple[Tensor, Tensor, Any, list[int]]:
         given = read(x)
         with use_device_streams():
-            passage, rows, arrived, counts = exchange.dispatch(between.mixture.name, routing, given, routing.gates)
-        ctx.call = exchange, between, passage
-        return to_tensor(rows), to_tensor(arrived), passage, counts.tolist()
+            plan, rows, arrived, counts = exchange.dispatch(between.mixture.name, routing, given, routing.gates)
+        ctx.call = exchange, between, plan
+        return to_tensor(rows), to_tensor(arrived), plan, counts.tolist()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_rows: Tensor, of_gates: Tensor, *_: Any) -> tuple[Tensor, Tensor, None, None, None]:
-        exchange, between, passage = ctx.call
+        exchange, between, plan = ctx.call
         rows, numbers = read(of_rows), read(of_gates)
         with use_device_streams():
-            x, gates = exchange.dispatch_back(between.mixture.name, passage, rows, numbers)
+            x, gates = exchange.dispatch_back(between.mixture.name, plan, rows, numbers)
         between.close()
         return to_tensor(x), to_tensor(gates), None, None, None
 
 
 class CombineFunction(Function):
-    """Rows of experts, times gates, back to tokens: `y = Combined.apply(rows, gates, exchange, between, passage)`."""
+    """Rows of experts, times gates, back to tokens: `y = Combined.apply(rows, gates, exchange, between, plan)`."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, gates: Tensor, exchange: Dispatcher, between: BackwardGuard, passage: Any
+        ctx: Any, rows: Tensor, gates: Tensor, exchange: Dispatcher, between: BackwardGuard, plan: Any
     ) -> Tensor:
         rows = pack(rows)
         ctx.save_for_backward(rows, gates)
-        ctx.call = exchange, between, passage
+        ctx.call = exchange, between, plan
         given, by = core_array(rows), read(gates)
         with use_device_streams():
-            return to_tensor(exchange.combine(between.mixture.name, passage, given, by))
+            return to_tensor(exchange.combine(between.mixture.name, plan, given, by))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        exchange, between, passage = ctx.call
+        exchange, between, plan = ctx.call
         rows, gates = map(read, ctx.saved_tensors)
         given = read(gradient)
         with use_device_streams():
-            arrived = exchange.combine_back(between.mixture.name, passage, given)
+            arrived = exchange.combine_back(between.mixture.name, plan, given)
         between.open()
         with use_device_streams():
             of_gates = scale_gradients(arrived, rows, gates)

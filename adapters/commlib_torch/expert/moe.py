@@ -158,12 +158,12 @@ class MoE(ShardedModule, AuxiliaryLossModule):
         if options.chunks > 1 and mixture.ranks.axis.size > 1:
             flow = ChunkedDispatch(mixture, split_tokens(routing, options.chunks), read(tokens), routing.gates)
             return run_in_chunks(flow, between, tokens, gates, self._computed)
-        rows, row_gates, passage, counts = DispatchFunction.apply(  # type: ignore[no-untyped-call]
+        rows, row_gates, plan, counts = DispatchFunction.apply(  # type: ignore[no-untyped-call]
             tokens, gates, mixture.exchange, between, routing
         )
         out = self._computed(rows, counts)
         y: Tensor = CombineFunction.apply(  # type: ignore[no-untyped-call]
-            out, row_gates, mixture.exchange, between, passage
+            out, row_gates, mixture.exchange, between, plan
         )
         return y
 

@@ -216,11 +216,11 @@ def barrier(group: Group, call: Call) -> Move:
 
 
 def _barrier(call: Call, node: Rails, x: Array, target: Array) -> None:
-    meeting = Exchange([NOTHING], [NOTHING] * len(node.ranks), 0)
-    node.exchange(meeting, x, target)
+    arrival = Exchange([NOTHING], [NOTHING] * len(node.ranks), 0)
+    node.exchange(arrival, x, target)
     if node.on_rail:
         rail = node.hierarchy.rail
         assert rail is not None
         steps = program("barrier", "dissemination", rail.rank, rail.size)
         node.group.execute(steps, [[]], call.text, transport=rail)
-    node.exchange(meeting, x, target)
+    node.exchange(arrival, x, target)

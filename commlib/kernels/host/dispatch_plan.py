@@ -213,7 +213,7 @@ def publish_rows(block: Any, owners: Any, order: Any, rank: int, item_bytes: int
 
 @kernel(nogil=True)
 def read_choices(every: Any, digest: int, chosen: Any) -> bool:
-    """Read the region that each rank has chosen from the data of a meeting; return whether all ranks agree on the plan.
+    """Read the region that each rank has chosen from an exchange; return whether all ranks agree on the plan.
 
     every: [ranks, numbers]; the first number is a digest of the rank's plan, the second its region.
     """

@@ -261,7 +261,7 @@ def _copy_except(target: int, source: int, start: int, stop: int, length: int) -
 def all_reduce_staged(address: int) -> int:
     """All-reduce of ordinary arrays, piece by piece, through slots that are then reduced like symmetric memory.
 
-    It takes two meetings per piece, but each rank reduces only its share: best for large arrays on more than two ranks.
+    It takes two barriers per piece, but each rank reduces only its share: best for large arrays on more than two ranks.
     A rank's own share goes from its source directly into its target, because no other rank needs it in the slot.
     """
     call = _call(address)
@@ -280,7 +280,7 @@ def all_reduce_staged(address: int) -> int:
         if call[STATE] == 0:
             if position == 0:
                 call[PARITY] = (control[EPOCH] + 1) & 1  # a peer may still read the data published at this epoch
-            # The two meetings of a piece preserve the parity of the epoch: count pieces instead.
+            # The two barriers of a piece preserve the parity of the epoch: count pieces instead.
             slot = ((call[PARITY] + position // piece) & 1) * control[SLOT_BYTES]
             for peer in range(size):
                 inputs[peer] = outputs[peer] = slots[peer] + slot
@@ -374,7 +374,7 @@ def broadcast_symmetric(address: int) -> int:
 def exchange_staged(address: int) -> int:
     """Exchange between ordinary arrays, piece by piece: publish a piece of each part, then copy those of all ranks.
 
-    It takes one meeting per piece: while some ranks still read one slot, others fill the next.
+    It takes one barrier per piece: while some ranks still read one slot, others fill the next.
     """
     call = _call(address)
     control = _control(call)

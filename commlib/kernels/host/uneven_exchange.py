@@ -1,21 +1,21 @@
 """all_to_all_v within a node: one compiled call, in which ranks exchange their counts and then their rows.
 
-At its first meeting each rank publishes a *note* with the offsets of its parts, in rows, its expected counts, and the
+At its first barrier each rank publishes a *note* with the offsets of its parts, in rows, its expected counts, and the
 location of its arrays. Each rank then knows all transfers that concern it, compares them with its expectations, and
-copies its data; the notes need no other meeting. The mode of a sender's parts is in its note:
+copies its data; the notes need no other barrier. The mode of a sender's parts is in its note:
 
 NOW   through its slot: little data, or no other path. The first *window* is published with the note.
 PULL  its array is in symmetric memory: each receiver copies its part directly out of it.
 HELD  no data is published with the note. If all results are in symmetric memory, the sender copies directly into
       them (PUSH); else receivers read its memory by a system call, if permitted (READ); else data goes through the
-      slot, one meeting later (LATE).
+      slot, one barrier later (LATE).
 
 Data through a slot is a stream: the parts in the order of their receivers, from the rank after the sender on, window by
-window, with one meeting per window. While receivers drain one slot, its owner fills the other. After PULL, PUSH and
+window, with one barrier per window. While receivers drain one slot, its owner fills the other. After PULL, PUSH and
 READ all ranks synchronize once more.
 
-A rank whose counts do not match a peer's goes to all meetings, and moves no mismatched data. The other ranks get their
-data, and the group stays in step.
+A rank whose counts do not match a peer's takes part in all barriers, and moves no mismatched data. The other ranks get
+their data, and the group stays in step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from commlib.kernels.host.stream import stream_copy
 # REFUSED: this rank's arguments are invalid, or its arrays overlap, and nothing was done.
 SIZED, UNEQUAL, UNFIT, UNREADABLE, REFUSED = range(5, 10)
 
-# Up to the first size a slot is faster than two meetings; up to the second it is also faster than a system call.
+# Up to the first size a slot is faster than two barriers; up to the second it is also faster than a system call.
 SMALL_BYTES, READ_FROM = 4096, 12 << 10
 
 # Maximum length of a window: drained data is then still in the cache of the core that has written it.
@@ -204,7 +204,7 @@ def _write_note(uneven: Any, control: Any) -> None:
 
 @kernel(nogil=True)
 def _read_notes(uneven: Any, control: Any) -> None:
-    """Compute all transfers from the notes, whether they match the expectations, and the number of meetings."""
+    """Compute all transfers from the notes, whether they match the expectations, and the number of barriers."""
     rank, size, row = control[RANK], control[SIZE], uneven[ROW]
     parts = _table(uneven[PARTS], SPLITS + 2 * size)
     verdict, rounds, after = DONE, 1, 0

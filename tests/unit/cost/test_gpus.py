@@ -22,7 +22,7 @@ def test_gpus_of_their_own_are_bound_by_their_links():
     assert all_reduce_seconds(1e9, 4, fast, one_gpu=False) == pytest.approx(2.0)
 
 
-def test_small_ones_cost_meetings_and_launches():
+def test_small_ones_cost_barriers_and_launches():
     assert all_reduce_seconds(0, 4, H100, one_gpu=True) == pytest.approx(2 * H100.stream_barrier + H100.launch)
     assert all_reduce_seconds(0, 1, H100, one_gpu=True) == H100.launch
     with pytest.raises(UsageError, match="ranks"):

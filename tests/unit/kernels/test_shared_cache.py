@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 HOSTS = 3
 
 # Writes every kernel again and again, whole or cut off by a kill, while others read.

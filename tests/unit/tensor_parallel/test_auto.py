@@ -14,7 +14,7 @@ from commlib.tensor_parallel.lengths import Length, NumberUses
 from commlib.tensor_parallel.rules import check
 from commlib.tensor_parallel.table import plan_table
 from tests.inputs.plan_tables import reason
-from tests.inputs.traces import Written
+from tests.inputs.traces import WrittenTrace
 
 WORDS, WIDTH = 40, 16
 
@@ -43,7 +43,7 @@ def block(m, x, name, *, kv=4, fused=False, gated=False, drop=False):
 
 
 def language_model(tied=False, **options):
-    m = Written()
+    m = WrittenTrace()
     x = m.pointwise(m.table("words", m.given(2, 5), WORDS, WIDTH), m.table("places", m.constant(5), 32, WIDTH))
     for at in range(2):
         x = block(m, x, f"b{at}", **options)
@@ -99,7 +99,7 @@ def test_layers_that_an_adapter_cannot_divide_stay_whole():
 
 
 def fused_model(cut):
-    m = Written()
+    m = WrittenTrace()
     x = m.given(2, 5, WIDTH)
     return m.trace(m.linear("o", cut(m, m.linear("qkv", x, 3 * WIDTH)), WIDTH))
 
@@ -136,7 +136,7 @@ def test_numbers_that_fit_only_the_whole_model_prevent_division():
 
 
 def test_a_chain_is_divided_in_pairs():
-    m = Written()
+    m = WrittenTrace()
     x = m.given(5, 8)
     for name in "abcde":
         x = m.pointwise(m.linear(name, x, 8), text="relu")
@@ -145,7 +145,7 @@ def test_a_chain_is_divided_in_pairs():
 
 
 def test_layers_that_break_a_rule_stay_whole():
-    m = Written()
+    m = WrittenTrace()
     h = m.softmax(m.linear("up", m.given(5, 8), 16))
     result = auto_plan(m.trace(m.linear("down", h, 8)))
     assert not result.plan
@@ -153,7 +153,7 @@ def test_layers_that_break_a_rule_stay_whole():
 
 
 def test_attention_and_tables_can_stay_whole():
-    m = Written()
+    m = WrittenTrace()
     ids = m.given(2, 5)
     x = m.pointwise(m.table("words", ids, 1000, WIDTH), m.table("kinds", ids, 2, WIDTH))
     x = m.attention("mixer", x, 4)
@@ -165,7 +165,7 @@ def test_attention_and_tables_can_stay_whole():
 
 
 def test_a_weight_that_is_used_outside_its_layer_stays_whole():
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(5), WORDS, WIDTH)
     x = m.linear("down", m.pointwise(m.linear("up", x, 64)), WIDTH)
     trace = m.trace(m.matmul(x, m.permute(m.weight("words", WORDS, WIDTH), 1, 0)))
@@ -190,7 +190,7 @@ def test_a_plan_prints_a_table():
 
 def stack(*, attended=range(12)):
     """12 blocks of an attention, which is refused in some of them, and an MLP; names are long."""
-    m = Written()
+    m = WrittenTrace()
     x = m.table("transformer.words", m.given(2, 5), WORDS, WIDTH)
     for number in range(12):
         heads = 4 if number in attended else 3
@@ -222,7 +222,7 @@ def test_a_stack_has_a_row_for_each_layer_of_a_block_and_each_reason_once(refuse
 def test_a_number_of_heads_is_not_the_number_of_a_layer():
     """A layer whose number equals the number of ranks would have had a row of its own."""
     layers = [f"h.{number}.attn" for number in range(10)]
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     for name in layers:
         x = m.linear(name, x, WIDTH)
@@ -237,7 +237,7 @@ def test_a_number_of_heads_is_not_the_number_of_a_layer():
 
 def test_angles_of_positions_have_no_gradient():
     """Values from before a pair were treated as computed from weights, unlike RoPE's angles."""
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     angles = m.pointwise(m.constant(1, 1, 5, 4), text="cos")
     q, k, v = (m.heads(m.linear(name, x, WIDTH), 4) for name in "qkv")
@@ -256,7 +256,7 @@ def test_only_the_layer_that_breaks_a_rule_is_left_out():
 
 def test_tables_and_logits_may_share_a_weight():
     """Encoder and decoder have the words of one table, which is called by neither."""
-    m = Written()
+    m = WrittenTrace()
     table = m.table("encoder.words", m.given(2, 5), WORDS, WIDTH)
     shifted = m.pointwise(m.given(2, 5), text="masked_fill")
     y = m.pointwise(table, m.table("decoder.words", shifted, WORDS, WIDTH))
@@ -271,7 +271,7 @@ def numbered(values, asked):
     used = NumberUses()
     own = {name: Length.of(value, ("attn", name), used) for name, value in values.items()}
     lengths, heads = asked(own)
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     pieces = m.split(m.linear("qkv", x, 3 * WIDTH), 16, 16, 16, asked=lengths)
     q, k, v = (m.permute(m.reshape(one, 2, 5, 4, 4, asked=(2, 5, *heads)), 0, 2, 1, 3) for one in pieces)
@@ -307,7 +307,7 @@ def test_a_number_that_is_more_than_a_length_stays(use):
 
 def test_a_length_of_a_divided_dimension_is_not_a_number():
     """A model scaled by h.shape[-1] ** -0.5, and a rank has fewer of them."""
-    m = Written()
+    m = WrittenTrace()
     h = m.linear("up", m.table("words", m.given(2, 5), WORDS, WIDTH), 64)
     head = m.linear("head", m.linear("down", m.pointwise(h, text="mul"), WIDTH), WORDS)
     assert "up" in auto_plan(m.trace(head)).plan
@@ -318,7 +318,7 @@ def test_a_length_of_a_divided_dimension_is_not_a_number():
 def test_a_bias_for_each_head_is_divided_with_them():
     """T5 looks up a bias for each head in its first block, and uses it in all; without a table it makes zeros."""
     used = NumberUses()
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     biases = m.permute(m.table("biases", m.constant(5, 5), 32, 4), 2, 0, 1)
     for at in range(2):
@@ -333,7 +333,7 @@ def test_a_bias_for_each_head_is_divided_with_them():
 
 def test_one_head_of_keys_may_have_no_dimension_of_heads():
     """Queries of all heads are multiplied with keys as wide as one head."""
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     q, k, v = m.heads(m.linear("q", x, WIDTH), 4), m.linear("k", x, 4), m.linear("v", x, 4)
     k, v = m.reshape(k, 2, 1, 5, 4), m.reshape(v, 2, 1, 5, 4)
@@ -348,7 +348,7 @@ def test_heads_of_keys_may_be_fewer_than_ranks(keys, size):
     """Ranks share heads of keys, and repeat them for their own queries, as often as the model specifies."""
     used = NumberUses()
     groups = 8 // keys
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     q, k, v = (m.heads(m.linear(name, x, 2 * count), count) for name, count in (("q", 8), ("k", keys), ("v", keys)))
     repeated = []
@@ -376,7 +376,7 @@ def test_heads_of_keys_may_be_fewer_than_ranks(keys, size):
 @pytest.mark.parametrize("kind", ["unknown", "number"])
 def test_an_unknown_operation_leaves_a_pair_whole(kind):
     """Others stay divided, and the table names the operation and its place."""
-    m = Written()
+    m = WrittenTrace()
     x, strange = m.table("words", m.given(2, 5), WORDS, WIDTH), {"text": "median in a", "place": "model.py:7"}
     for name in ("a", "b"):
         h = m.linear(f"{name}.up", x, 64)
@@ -392,7 +392,7 @@ def test_an_unknown_operation_leaves_a_pair_whole(kind):
 
 def test_an_explicit_norm_of_each_head_sums_its_gradient():
     """Qwen3 has one, whose weight is whole, and each rank would have a part of its gradient."""
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(2, 5), WORDS, WIDTH)
     q, k, v = (m.heads(m.linear(name, x, WIDTH), 4) for name in "qkv")
     y = m.attend(m.pointwise(q, m.weight("norm", 4), text="mul"), k, v)
@@ -412,7 +412,7 @@ def tuned(order):
         base = m.linear(f"{name}.base", x, features)
         return m.pointwise(base, m.pointwise(factors() if added is None else added, text="mul"))
 
-    m = Written()
+    m = WrittenTrace()
     x = m.given(2, 5, WIDTH)
     q, k, v = (layer(m, x, name, WIDTH) if name != "k" else m.linear(name, x, WIDTH) for name in "qkv")
     y = layer(m, m.joined(m.attend(*(m.heads(one, 4) for one in (q, k, v)))), "o", WIDTH)
@@ -433,6 +433,6 @@ def test_low_rank_factors_follow_their_layers(order):
 
 def test_a_table_of_positions_is_not_divided_as_words():
     """A table of positions was divided as words if the output had as many features as the table has rows."""
-    m = Written()
+    m = WrittenTrace()
     x = m.pointwise(m.table("words", m.given(2, 5), WORDS, WIDTH), m.table("places", m.constant(5), 12, WIDTH))
     assert auto_plan(m.trace(m.linear("projection", x, 12))).plan == {"words": Vocabulary()}

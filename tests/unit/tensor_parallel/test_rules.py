@@ -9,7 +9,7 @@ import pytest
 from commlib.errors import UsageError
 from commlib.tensor_parallel import Column, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib.tensor_parallel.rules import RULES, PlanError, check
-from tests.inputs.traces import Written
+from tests.inputs.traces import WrittenTrace
 
 PAIR: Plan = {"up": Column(), "down": Row()}
 IN_SEQUENCE: Plan = {"norm": Sequence(1), "up": Column(sequence=1), "down": Row(sequence=1)}
@@ -25,7 +25,7 @@ def refused(trace, plan, rule, *messages, **options):
 
 
 def mlp(between=None, last=True, rank=3):
-    m = Written()
+    m = WrittenTrace()
     x = m.given(*(2, 5, 8)[-rank:])
     h = m.pointwise(m.linear("up", x, 16), text="gelu")
     if between is not None:
@@ -53,7 +53,7 @@ def test_a_row_without_its_column_is_refused():
 
 
 def test_a_row_accepts_input_that_a_caller_has_divided():
-    m = Written()
+    m = WrittenTrace()
     check(m.trace(m.linear("down", m.given(5, 4), 8), whole=False), {"down": Row()})
 
 
@@ -81,7 +81,7 @@ def test_operations_over_another_dimension_are_accepted():
 
 
 def test_a_mean_of_divided_features_is_refused_as_a_result():
-    m = Written()
+    m = WrittenTrace()
     refused(m.trace(m.mean(m.linear("up", m.given(5, 8), 16), -1)), {"up": Column()}, "partial", "returns")
 
 
@@ -94,12 +94,12 @@ def test_an_output_that_stays_divided_is_refused():
 
 
 def test_a_model_that_is_one_layer_may_stay_divided():
-    m = Written()
+    m = WrittenTrace()
     check(m.trace(m.linear("", m.given(5, 8), 16)), {"": Column()})
 
 
 def test_whole_and_divided_do_not_add_up():
-    m = Written()
+    m = WrittenTrace()
     x = m.given(5, 8)
     gate, up = m.linear("gate", x, 16), m.linear("up", x, 16)
     trace = m.trace(m.linear("down", m.pointwise(gate, up, text="mul"), 8))
@@ -125,14 +125,14 @@ def test_dropout_of_divided_values_needs_different_numbers():
 
 
 def test_dropout_of_whole_values_needs_the_same_numbers():
-    m = Written()
+    m = WrittenTrace()
     h = m.dropout("drop", m.linear("first", m.given(5, 8), 8))
     refused(m.trace(h), {"drop": Sequence(0)}, "same")
 
 
 def block(between=None):
     """A block whose residual stream is divided along its sequence by Row(sequence=1) of an embedding."""
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(2, 6), 40, 8)
     h = m.linear("up", m.norm("norm", x), 16)
     y = m.pointwise(x, m.linear("down", m.pointwise(h, text="gelu"), 8))
@@ -159,19 +159,19 @@ def test_a_region_can_be_divided_along_its_sequence():
 
 
 def test_a_norm_of_a_part_is_refused():
-    m = Written()
+    m = WrittenTrace()
     refused(m.trace(m.norm("norm", m.given(2, 6, 8))), {"norm": Sequence(-1)}, "needs", "a part of the features")
 
 
 def test_an_output_is_divided_along_a_sequence_only_if_the_input_is():
-    m = Written()
+    m = WrittenTrace()
     trace = m.trace(m.linear("down", m.linear("up", m.norm("norm", m.given(2, 6, 8)), 16), 8))
     check(trace, IN_SEQUENCE)
     refused(mlp(), {"up": Column(), "down": Row(sequence=1)}, "output", "without sequence=")
 
 
 def attention(kv=4, parts=None, replicate=False):
-    m = Written()
+    m = WrittenTrace()
     x = m.given(2, 5, 16)
     if parts is None:
         q, k, v = (m.linear(name, x, 4 * heads) for name, heads in (("q", 4), ("k", kv), ("v", kv)))
@@ -199,7 +199,7 @@ def test_fused_features_are_divided_part_by_part():
 
 
 def test_parts_may_be_a_dimension():
-    m = Written()
+    m = WrittenTrace()
     cut = m.reshape(m.linear("qkv", m.given(2, 5, 16), 48), 2, 5, 3, 4, 4)
     q, k, v = (m.pick(m.permute(cut, 2, 0, 3, 1, 4), 0) for _ in range(3))
     trace = m.trace(m.linear("o", m.joined(m.attend(q, k, v)), 16))
@@ -217,7 +217,7 @@ def test_one_head_of_keys_serves_all_queries():
 
 
 def test_products_over_divided_features_are_partial():
-    m = Written()
+    m = WrittenTrace()
     x = m.given(2, 5, 16)
     q, k = m.linear("q", x, 16), m.linear("k", x, 16)
     scores = m.softmax(m.matmul(q, m.permute(k, 0, 2, 1)))
@@ -227,7 +227,7 @@ def test_products_over_divided_features_are_partial():
 
 
 def test_joined_features_are_fused():
-    m = Written()
+    m = WrittenTrace()
     x = m.given(5, 8)
     both = m.cat(m.linear("a", x, 8), m.linear("b", x, 8))
     trace = m.trace(m.linear("down", both, 8))
@@ -237,7 +237,7 @@ def test_joined_features_are_fused():
 
 
 def test_tied_weights_need_one_style():
-    m = Written()
+    m = WrittenTrace()
     trace = m.trace(m.linear("head", m.table("words", m.given(5), 40, 8), 40), tied=[("words", "head")])
     check(trace, {"words": Vocabulary(), "head": Vocabulary(gather=True)})
     check(trace, {"words": Vocabulary(), "head": Column(gather=True)})  # the same rows of the same weight
@@ -247,7 +247,7 @@ def test_tied_weights_need_one_style():
 
 
 def test_a_divided_weight_is_used_by_its_layer_alone():
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(5), 40, 8)
     trace = m.trace(m.matmul(x, m.permute(m.weight("words", 40, 8), 1, 0)))
     refused(trace, {"words": Vocabulary()}, "inside", "words's weight")
@@ -255,7 +255,7 @@ def test_a_divided_weight_is_used_by_its_layer_alone():
 
 
 def test_a_table_is_looked_up_before_division():
-    m = Written()
+    m = WrittenTrace()
     trace = m.trace(m.table("words", m.pointwise(m.linear("up", m.given(5, 8), 4)), 40, 8))
     refused(trace, {"up": Column()}, "gradient", "words (Embedding)")
 
@@ -264,7 +264,7 @@ def test_heads_of_a_rank_are_those_of_the_whole():
     """A model with a fixed number of heads groups the features of a rank into different heads."""
 
     def of(heads, features):
-        m = Written()
+        m = WrittenTrace()
         (q,) = m.step("q", "product", [m.given(2, 5, 16)], [(2, 5, 10)], size=(16, 20))  # half of 4 heads of 5 features
         return m.trace(m.reshape(q, 2, 5, heads, features), whole=False)
 
@@ -286,7 +286,7 @@ def test_unknown_operations_give_a_doubt():
 
 
 def test_numbers_of_a_part_give_a_doubt():
-    m = Written()
+    m = WrittenTrace()
     h = m.linear("up", m.given(3, 8), 12)
     m.step("", "number", [m.mean(h, 1)], [], text="item")
     (doubt,) = check(m.trace(m.linear("down", h, 8)), PAIR).doubts
@@ -299,7 +299,7 @@ def test_errors_are_usage_errors():
 
 
 def test_an_empty_cache_can_be_joined_with_divided_values():
-    m = Written()
+    m = WrittenTrace()
     keys = m.permute(m.reshape(m.linear("k", m.given(2, 5, 8), 8), 2, 5, 4, 2), 0, 2, 1, 3)
     cached = m.step("", "join", [m.constant(0), keys], [(2, 4, 5, 2)], dim=2)[0]
     assert check(m.trace(cached), {"k": Column()}, divided_output=True).states[cached].dim == 1
@@ -307,7 +307,7 @@ def test_an_empty_cache_can_be_joined_with_divided_values():
 
 def test_a_rank_may_have_one_head():
     """-1 is the number of heads, even if it is 1; only the dimension of length 1 is repeated."""
-    m = Written()
+    m = WrittenTrace()
     q = m.heads(m.linear("q", m.given(2, 5, 8), 4), 1)
     turned = m.pointwise(q, m.constant(1, 1, 5, 4), text="mul")
     m.linear("o", m.joined(turned), 8)
@@ -317,7 +317,7 @@ def test_a_rank_may_have_one_head():
 
 def test_integers_have_no_gradient():
     """A mask computed from activations is combined with divided values."""
-    m = Written()
+    m = WrittenTrace()
     x = m.given(2, 5, 8)
     mask = m.pointwise(m.linear("gate", x, 1), text="gt")
     m.linear("down", m.pointwise(m.linear("up", x, 8), mask, text="mul"), 8)
@@ -329,7 +329,7 @@ def test_integers_have_no_gradient():
 @pytest.mark.parametrize("queries", [4, 6])
 def test_heads_that_ranks_share_serve_as_many_on_each(queries):
     """With 6 heads of queries on 4 ranks, one rank's would need both of two heads of keys."""
-    m = Written()
+    m = WrittenTrace()
     x = m.given(2, 5, 8)
     q, k, v = (m.heads(m.linear(name, x, 4 * count), count) for name, count in (("q", queries), ("k", 2), ("v", 2)))
     m.linear("o", m.joined(m.attend(q, k, v)), 8)
@@ -347,13 +347,13 @@ def test_a_row_refuses_shared_heads():
 
 def test_shared_values_are_counted_and_drawn_once():
     """A penalty would count it once per rank that has it, and dropout would drop different elements on each rank."""
-    m = Written()
+    m = WrittenTrace()
     penalized = m.linear("k", m.given(2, 5, 8), 8)
     m.step("", "penalty", [penalized], [()])
     plan: Plan = {"k": Column(units=2)}
     refused(m.trace(), plan, "count", "with parts that ranks share", size=4)
     check(m.trace(), plan, size=2)
-    m = Written()
+    m = WrittenTrace()
     m.dropout("drop", m.linear("k", m.given(2, 5, 8), 8))
     plan = {**plan, "drop": Sequence(-1)}
     refused(m.trace(), plan, "draws", "would draw different numbers", size=4)
@@ -362,7 +362,7 @@ def test_shared_values_are_counted_and_drawn_once():
 
 def keeping(make, **more):
     """Return the trace of a pair of layers that keeps a value which `make` computes from the features."""
-    m = Written()
+    m = WrittenTrace()
     h = m.linear("up", m.given(2, 5, 8), 16)
     value = make(m, h)
     return replace(m.trace(m.linear("down", h, 8), kept=[value]), **{name: one(value) for name, one in more.items()})
@@ -388,13 +388,13 @@ def test_keeping_a_part_without_a_gradient_gives_a_doubt(make):
 
 def test_divided_logits_and_whole_values_may_be_kept():
     check(keeping(lambda m, h: m.linear("down", h, 8)), PAIR)
-    m = Written()
+    m = WrittenTrace()
     x = m.linear("mix", m.given(2, 5, 8), 8)
     check(m.trace(x, kept=[m.linear("words", x, 16)]), {"words": Vocabulary()})
 
 
 def test_values_combined_with_parts_are_kept_only_without_gradient():
-    m = Written()
+    m = WrittenTrace()
     key = m.linear("key", m.given(2, 5, 8), 4)
     trace = m.trace(m.linear("last", m.given(2, 5, 8), 8), kept=[key])
     plan: Plan = {"key": Replicate(into_sharded=True)}

@@ -8,14 +8,14 @@ import pytest
 
 from commlib.tensor_parallel import Column, Plan, Row, Vocabulary
 from commlib.tensor_parallel.rules import PlanError, check
-from tests.inputs.traces import Written
+from tests.inputs.traces import WrittenTrace
 
 PLAN: Plan = {"up": Column(sequence=1), "down": Row(sequence=1)}
-Before = Callable[[Written, int], int]
+Before = Callable[[WrittenTrace, int], int]
 
 
 def checked(before: Before):
-    m = Written()
+    m = WrittenTrace()
     x = before(m, m.given(2, 4, 6))
     return check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), PLAN, size=2)
 
@@ -51,7 +51,7 @@ def test_parts_among_the_arguments_are_found(before: Before, parts: dict[int, in
 
 
 def test_an_argument_may_be_divided_along_another_dimension() -> None:
-    m = Written()
+    m = WrittenTrace()
     x = m.permute(m.given(4, 2, 6), 1, 0, 2)
     result = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), PLAN, size=2)
     assert dict(result.sharded_dims) == {0: 0}
@@ -59,7 +59,7 @@ def test_an_argument_may_be_divided_along_another_dimension() -> None:
 
 def test_features_may_arrive_in_parts() -> None:
     def trace(before: Before):
-        m = Written()
+        m = WrittenTrace()
         return m.trace(m.linear("down", before(m, m.given(2, 4, 6)), 8), whole=False)
 
     result = check(trace(lambda m, x: m.pointwise(x)), {"down": Row()}, size=2)
@@ -69,7 +69,7 @@ def test_features_may_arrive_in_parts() -> None:
 
 
 def test_whole_words_stay_whole() -> None:
-    m = Written()
+    m = WrittenTrace()
     x = m.table("words", m.given(2, 8), 32, 6)
     plan: Plan = {"words": Vocabulary(sequence=1), **PLAN}
     result = check(m.trace(m.linear("down", m.linear("up", x, 12), 6)), plan, size=2, divided_output=True)

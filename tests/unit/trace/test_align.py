@@ -10,7 +10,7 @@ from commlib.errors import UsageError
 from commlib.trace.align import COLLECTIVES, MEASURED, SAME, align
 from commlib.trace.files import read_all
 from commlib.trace.operations import read_activity
-from tests.inputs.timelines import MadeUp
+from tests.inputs.timelines import RankTimeline
 
 RUN = 100_000.0  # ms
 
@@ -39,7 +39,7 @@ def worst(alignment, rank, reference):
 
 
 def test_ranks_of_one_machine_have_one_clock(tmp_path):
-    ranks = [MadeUp(0), MadeUp(1)]
+    ranks = [RankTimeline(0), RankTimeline(1)]
     collect(ranks, range(100, 1000, 100))
     alignment = aligned(tmp_path, ranks)
     assert {clock.how for clock in alignment.clocks.values()} == {SAME} and not alignment.notes
@@ -49,7 +49,12 @@ def test_ranks_of_one_machine_have_one_clock(tmp_path):
 def test_clocks_are_aligned_by_messages(tmp_path):
     """Offset and drift, over ranks that share a clock with one that was compared; an arbitrary file's order."""
     drifting = lambda time: 12_345.6 + 30e-6 * time  # noqa: E731  30 us a second
-    ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=drifting), MadeUp(2, clock="b", ahead=drifting), MadeUp(3)]
+    ranks = [
+        RankTimeline(0),
+        RankTimeline(1, clock="b", ahead=drifting),
+        RankTimeline(2, clock="b", ahead=drifting),
+        RankTimeline(3),
+    ]
     for time in (0, RUN):
         ranks[1].clock(time)
     collect(ranks, range(100, int(RUN), 1000))
@@ -59,7 +64,7 @@ def test_clocks_are_aligned_by_messages(tmp_path):
 
 
 def test_a_drift_after_the_comparison_is_corrected_and_reported(tmp_path):
-    ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=lambda time: 700 + 100e-6 * time)]  # 10 ms in all
+    ranks = [RankTimeline(0), RankTimeline(1, clock="b", ahead=lambda time: 700 + 100e-6 * time)]  # 10 ms in all
     ranks[1].clock(0)
     collect(ranks, range(100, int(RUN), 200))
     alignment = aligned(tmp_path, ranks)
@@ -71,7 +76,7 @@ def test_a_drift_after_the_comparison_is_corrected_and_reported(tmp_path):
 @pytest.mark.parametrize("wrong", [0.9, -0.9])
 def test_two_inexact_comparisons_show_no_drift(tmp_path, wrong):
     """On a busy machine two of them in quick succession gave a line that ran away, reported as a drift."""
-    ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=40.0)]
+    ranks = [RankTimeline(0), RankTimeline(1, clock="b", ahead=40.0)]
     ranks[1].clock(50, error=1.0, wrong=-wrong)
     ranks[1].clock(52, error=1.0, wrong=wrong)
     collect(ranks, range(100, 2000, 10))
@@ -81,7 +86,7 @@ def test_two_inexact_comparisons_show_no_drift(tmp_path, wrong):
 
 
 def test_a_drift_that_exceeds_the_errors_is_continued(tmp_path):
-    ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=lambda time: 40 + 100e-6 * time)]
+    ranks = [RankTimeline(0), RankTimeline(1, clock="b", ahead=lambda time: 40 + 100e-6 * time)]
     ranks[1].clock(0, error=0.02, wrong=0.02)
     ranks[1].clock(RUN / 2, error=0.02, wrong=-0.02)
     collect(ranks, range(100, 1000, 10))
@@ -90,7 +95,7 @@ def test_a_drift_that_exceeds_the_errors_is_continued(tmp_path):
 
 @pytest.mark.parametrize("ahead", [0.0, -80_000.0, lambda time: 5e6 + 20e-6 * time])
 def test_without_a_comparison_collectives_align_clocks(tmp_path, ahead):
-    ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=ahead), MadeUp(2, clock="c", ahead=33)]
+    ranks = [RankTimeline(0), RankTimeline(1, clock="b", ahead=ahead), RankTimeline(2, clock="c", ahead=33)]
     collect(ranks, range(100, int(RUN), 200))
     alignment = aligned(tmp_path, ranks)
     assert [alignment.clocks[rank].how for rank in range(3)] == [SAME, COLLECTIVES, COLLECTIVES]
@@ -99,7 +104,7 @@ def test_without_a_comparison_collectives_align_clocks(tmp_path, ahead):
 
 
 def test_files_without_a_head_are_aligned(tmp_path):
-    ranks = [MadeUp(0), MadeUp(1, ahead=500)]
+    ranks = [RankTimeline(0), RankTimeline(1, ahead=500)]
     collect(ranks, range(100, 5000, 100))
     alignment = aligned(tmp_path, ranks, head=False)
     assert alignment.clocks[1].how == COLLECTIVES
@@ -109,7 +114,7 @@ def test_files_without_a_head_are_aligned(tmp_path):
 
 
 def test_ranks_without_common_collectives_are_refused(tmp_path):
-    ranks = [MadeUp(0), MadeUp(4, clock="b")]
+    ranks = [RankTimeline(0), RankTimeline(4, clock="b")]
     ranks[0].blocking("all_reduce", 1, 1, 2)
     ranks[1].blocking("all_reduce", 2, 1, 2)
     with pytest.raises(UsageError, match="cannot relate the clock of rank 4"):
@@ -117,7 +122,7 @@ def test_ranks_without_common_collectives_are_refused(tmp_path):
 
 
 def test_the_reference_rank_may_be_missing(tmp_path):
-    ranks = [MadeUp(1, clock="b", ahead=40), MadeUp(2, clock="c", ahead=-7)]
+    ranks = [RankTimeline(1, clock="b", ahead=40), RankTimeline(2, clock="c", ahead=-7)]
     for rank in ranks:
         rank.clock(10)
     collect(ranks, range(100, 1000, 100))

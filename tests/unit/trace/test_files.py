@@ -12,13 +12,13 @@ from commlib.errors import UsageError
 from commlib.trace.files import COMMLIB, TENSORFLOW, TORCH, read, read_all
 from commlib.trace.operations import read_activity
 from commlib.trace.parse import parse
-from tests.inputs.timelines import MadeUp
+from tests.inputs.timelines import RankTimeline
 
 TORCH_FACTS = {"schemaVersion": 1, "host_name": "here", "baseTimeNanoseconds": 1_700_000_000_000_000_000}
 
 
 def timeline(path, rank=0, **options):
-    recorded = MadeUp(rank, **options)
+    recorded = RankTimeline(rank, **options)
     for number in range(1, 6):
         recorded.blocking("all_reduce", number, 10 * number, 10 * number + 1)
     return recorded.write(path)
@@ -55,7 +55,7 @@ def test_a_truncated_file_gives_its_complete_events(tmp_path):
 
 
 def test_open_operations_end_with_the_file(tmp_path):
-    recorded = MadeUp(0)
+    recorded = RankTimeline(0)
     recorded.blocking("barrier", 1, 10, 5000)
     recorded.started("all_reduce", 2, 6000, 7000, 8000, waits=(6500, 8000))
     text = (tmp_path / "t.json", recorded.write(tmp_path / "t.json", end=False))[0].read_text().splitlines()

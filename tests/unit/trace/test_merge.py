@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commlib.cli.app import app
-from tests.inputs.timelines import MadeUp
+from tests.inputs.timelines import RankTimeline
 from tests.unit.trace.test_files import torch_trace, xplane
 
 
@@ -19,7 +19,7 @@ def merge(*arguments):
 
 def two_ranks(tmp_path):
     """Rank 1's clock is 3 s ahead; it is late in a queued collective, and in a blocking one."""
-    ranks = [MadeUp(0), MadeUp(1, clock="b", ahead=3000, host="there")]
+    ranks = [RankTimeline(0), RankTimeline(1, clock="b", ahead=3000, host="there")]
     ranks[1].clock(0)
     for rank, began in zip(ranks, (10, 15), strict=True):
         rank.blocking("all_reduce", 1, began, 16)

@@ -15,7 +15,7 @@ from commlib.trace.files import read_all
 from commlib.trace.intervals import common, length, union
 from commlib.trace.operations import read_activity
 from commlib.trace.summary import summarise
-from tests.inputs.timelines import MadeUp
+from tests.inputs.timelines import RankTimeline
 
 
 def summed(tmp_path, *ranks):
@@ -40,7 +40,7 @@ def test_sets_of_times_can_be_combined():
 
 def late_rank():
     """Rank 2 is 8 ms late in each of 10 collectives, which then take 1 ms."""
-    ranks = [MadeUp(rank) for rank in range(3)]
+    ranks = [RankTimeline(rank) for rank in range(3)]
     for number in range(1, 11):
         at = 20 * number
         for rank in ranks:
@@ -69,7 +69,7 @@ def test_the_critical_path_goes_through_the_late_rank(tmp_path):
 
 
 def test_a_rank_late_by_less_than_the_wake_up_spread_is_not_blamed(tmp_path):
-    ranks = [MadeUp(0), MadeUp(1)]
+    ranks = [RankTimeline(0), RankTimeline(1)]
     for number in range(1, 11):
         for rank in ranks:
             rank.blocking("barrier", number, 10 * number + 0.015 * rank.rank, 10 * number + 0.02)
@@ -79,7 +79,7 @@ def test_a_rank_late_by_less_than_the_wake_up_spread_is_not_blamed(tmp_path):
 
 def test_time_behind_the_program_is_hidden(tmp_path):
     """It ran from 10 to 30, and was waited for from 25 to 30; the other rank arrived at 15, before the wait."""
-    ranks = [MadeUp(0), MadeUp(1)]
+    ranks = [RankTimeline(0), RankTimeline(1)]
     ranks[0].started("all_reduce", 1, 10, 10, 30, waits=(25, 30))
     ranks[1].started("all_reduce", 1, 15, 15, 30, waits=(29, 30))
     for rank in ranks:
@@ -96,7 +96,7 @@ def test_time_behind_the_program_is_hidden(tmp_path):
 
 def test_the_path_follows_the_queue(tmp_path):
     """Two launched at once: the second waits for the turn of the first, which rank 1 launched late."""
-    ranks = [MadeUp(0), MadeUp(1)]
+    ranks = [RankTimeline(0), RankTimeline(1)]
     for rank, launched in zip(ranks, (10, 20), strict=True):
         rank.step(0)
         rank.started("all_reduce", 1, launched, launched, 30)
@@ -111,7 +111,7 @@ def test_the_path_follows_the_queue(tmp_path):
 
 
 def test_roots_wait_and_are_waited_for(tmp_path):
-    ranks = [MadeUp(rank) for rank in range(3)]
+    ranks = [RankTimeline(rank) for rank in range(3)]
     for rank, began in zip(ranks, (10, 4, 20), strict=True):
         rank.blocking("broadcast", 1, began, 21, text="broadcast of 3 x float32, root=0")
         rank.blocking("gather", 2, began + 30, 51, text="gather of 3 x float32, root=1")
@@ -122,7 +122,7 @@ def test_roots_wait_and_are_waited_for(tmp_path):
 
 
 def test_stages_wait_for_messages(tmp_path):
-    ranks = [MadeUp(0), MadeUp(1)]
+    ranks = [RankTimeline(0), RankTimeline(1)]
     facts = {"calls": "world", "microbatch": 0}
     ranks[0].span("pipeline", "0F0", 0, 30, **facts, kind="F", stage=0, peer=-1)
     ranks[0].span("pipeline", "0SEND_F0", 30, 31, **facts, kind="SEND_F", stage=0, peer=1)
@@ -135,7 +135,7 @@ def test_stages_wait_for_messages(tmp_path):
 
 
 def test_experts_and_codecs_get_advice(tmp_path):
-    rank = MadeUp(0)
+    rank = RankTimeline(0)
     rank.load("layers.3", 10, 0, 0, 0)
     rank.load("layers.3", 30, 0, 40, 0)
     rank.blocking("all_reduce", 1, 0, 10)
@@ -178,7 +178,7 @@ def test_the_largest_share_of_a_step_comes_first():
 
 def compiling(*, slow_steps):
     """Rank 1 compiles for a second in the first steps, for which rank 0 waits; then steps take 10 ms."""
-    ranks = [MadeUp(0), MadeUp(1)]
+    ranks = [RankTimeline(0), RankTimeline(1)]
     at = 0.0
     for number in range(1, 13):
         compiled = 1000 if number <= slow_steps else 0
@@ -199,7 +199,7 @@ def test_start_up_gets_no_advice_and_is_named(tmp_path, slow_steps, first):
 
 
 def test_without_marks_all_time_counts(tmp_path):
-    ranks = [MadeUp(0), MadeUp(1)]
+    ranks = [RankTimeline(0), RankTimeline(1)]
     for number in range(1, 4):
         for rank in ranks:
             rank.blocking("barrier", number, 100 * number + 50 * rank.rank, 100 * number + 60)
@@ -233,7 +233,7 @@ def test_the_summary_is_printed(tmp_path):
 
 
 def test_a_run_without_marks_counts_as_one_step_with_a_notice(tmp_path):
-    rank = MadeUp(0)
+    rank = RankTimeline(0)
     rank.blocking("barrier", 1, 0, 10)
     name = rank.write(tmp_path / "t.json")
     text = CliRunner().invoke(app, ["trace", "summary", name], catch_exceptions=False).output

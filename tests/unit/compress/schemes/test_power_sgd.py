@@ -21,7 +21,7 @@ ROUND = 2.0**-24  # what rounding to float32 changes at most, as a share
 NO_FLAGS = np.zeros(0, np.float32)
 
 
-class Alone:
+class SingleRankComm:
     """A comm of one rank that counts its calls."""
 
     rank, size = 0, 1
@@ -48,7 +48,7 @@ class Alone:
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Compile everything here: on a fresh machine it takes longer than ranks are given to end."""
-    matrix_reducer(Alone(), 8, 10).reduce(np.zeros(80, np.float32), NO_FLAGS.copy())
+    matrix_reducer(SingleRankComm(), 8, 10).reduce(np.zeros(80, np.float32), NO_FLAGS.copy())
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -164,7 +164,7 @@ def test_power_iteration_finds_the_best_approximation():
     u, v = (np.linalg.qr(rng.standard_normal((n, 20)))[0] for n in (40, 30))
     matrix = ((u * 0.5 ** np.arange(20)) @ v.T).astype(np.float32)
     best = (u[:, :3] * 0.5 ** np.arange(3)) @ v[:, :3].T
-    reducer = matrix_reducer(Alone(), 40, 30, rank=3, feedback=False)
+    reducer = matrix_reducer(SingleRankComm(), 40, 30, rank=3, feedback=False)
     errors = [np.linalg.norm(reduced(reducer, matrix) - best) for _ in range(12)]
     assert errors[0] > 0.05  # after a random start it has not converged
     # Each step shrinks the wrong directions by (4th / 3rd singular value)^2 = 1/4: 12 steps by 6e-8.
@@ -173,12 +173,12 @@ def test_power_iteration_finds_the_best_approximation():
 
 def test_without_warm_start_each_step_starts_anywhere():
     matrix = normal(1, 40, 30)
-    reducer = matrix_reducer(Alone(), 40, 30, feedback=False, warm_start=False)
+    reducer = matrix_reducer(SingleRankComm(), 40, 30, feedback=False, warm_start=False)
     first, second = reduced(reducer, matrix), reduced(reducer, matrix)
     assert not np.array_equal(first, second)
-    again = matrix_reducer(Alone(), 40, 30, feedback=False, warm_start=False)
+    again = matrix_reducer(SingleRankComm(), 40, 30, feedback=False, warm_start=False)
     np.testing.assert_array_equal(reduced(again, matrix), first)
-    other = matrix_reducer(Alone(), 40, 30, feedback=False, warm_start=False, seed=1)
+    other = matrix_reducer(SingleRankComm(), 40, 30, feedback=False, warm_start=False, seed=1)
     assert not np.array_equal(reduced(other, matrix), first)
     assert "q" not in reducer.state()["w"]
 
@@ -235,7 +235,7 @@ def test_nothing_is_lost_and_all_ranks_have_the_same_bits():
 
 
 def test_two_messages_for_any_number_of_parameters():
-    comm = Alone()
+    comm = SingleRankComm()
     reducer = SCHEME.reducer(comm, PARTS)
     reducer.reduce(bucket(0, 0), np.zeros(3, np.float32))
     assert comm.calls == 2
@@ -347,7 +347,7 @@ def test_nonfinite_values_reach_all_ranks_and_no_state(culprit, where):
 def test_any_magnitude_is_reduced(exponent):
     """Factors are normalised: their products would be beyond float32 otherwise."""
     matrix = np.ldexp(np.outer(np.arange(1, 9), np.arange(1, 11)), exponent).astype(np.float32)
-    reducer = matrix_reducer(Alone(), 8, 10, feedback=False)
+    reducer = matrix_reducer(SingleRankComm(), 8, 10, feedback=False)
     for _ in range(3):
         result = reduced(reducer, matrix)
     # The matrix has rank 1, and its products with vectors of length 1 are rounded to the least denormal.
@@ -356,13 +356,13 @@ def test_any_magnitude_is_reduced(exponent):
 
 def test_zeros_stay_zeros_only_while_gradients_are_zero():
     """torch's hook keeps a factor of zeros, and a layer whose gradient was zero once is never sent again."""
-    reducer = matrix_reducer(Alone(), 8, 10)
+    reducer = matrix_reducer(SingleRankComm(), 8, 10)
     zeros, matrix = np.zeros((8, 10), np.float32), np.outer(np.arange(1, 9), np.ones(10)).astype(np.float32)
     for _ in range(2):
         np.testing.assert_array_equal(reduced(reducer, zeros), zeros)
         np.testing.assert_array_equal(reducer.state()["w"]["residual"], zeros)
         np.testing.assert_allclose(reduced(reducer, matrix), matrix, rtol=20 * ROUND)
-        reducer = matrix_reducer(Alone(), 8, 10)
+        reducer = matrix_reducer(SingleRankComm(), 8, 10)
 
 
 def test_state_is_loaded_into_another_bucket():

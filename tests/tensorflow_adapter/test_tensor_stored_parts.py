@@ -152,7 +152,7 @@ def test_a_stored_part_is_refused(comm: Any, door: str) -> None:
     for what in (mean, part):
         model = parallelize(build(what, DOORS[door][0]), comm, PLAN)
         for training in (False, True):
-            with pytest.raises(UsageError, match=r"(?s)kept after a model's call.*by up.*test_tensor_kept\.py"):
+            with pytest.raises(UsageError, match=r"(?s)kept after a model's call.*by up.*test_tensor_stored_parts\.py"):
                 model(X, training=training)
     OUTSIDE.clear()
 
@@ -229,7 +229,7 @@ def test_values_assigned_to_variables(comm: Any, kind: str) -> None:
         assert len(messages) == (comm.rank == 0)
         assert all("assigned" in one and "without a gradient" in one for one in messages)
     else:
-        with pytest.raises(UsageError, match=r"computed from this rank's shard alone.*test_tensor_kept\.py"):
+        with pytest.raises(UsageError, match=r"computed from this rank's shard alone.*test_tensor_stored_parts\.py"):
             model(X)
     model, plain = (build(whole, VARIABLES[kind]) for _ in range(2))
     parallelize(model, comm, PLAN)

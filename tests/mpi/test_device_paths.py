@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bodies.device_ways import count
+from tests.bodies.device_paths import count
 from tests.late import LATE
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.any_ranks]

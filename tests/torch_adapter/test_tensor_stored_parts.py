@@ -62,7 +62,7 @@ def warnings_of(comm: Any, call: Callable[[], Any]) -> list[str]:
 def refused(comm: Any, call: Callable[[], Any], *texts: str) -> None:
     with pytest.raises(UsageError) as error:
         call()
-    for text in ("kept", "test_tensor_kept.py", *texts):
+    for text in ("kept", "test_tensor_stored_parts.py", *texts):
         assert text in str(error.value)
 
 
@@ -304,7 +304,7 @@ def test_a_stored_part_without_a_gradient_is_warned_of(comm: Any, keep: str) -> 
     messages = warnings_of(comm, lambda: results.append(model(X)))
     assert torch.allclose(results[0], expected, rtol=1e-10)
     assert len(messages) == (comm.rank == 0)
-    assert all("each rank keeps a different value" in one and "test_tensor_kept.py" in one for one in messages)
+    assert all("each rank keeps a different value" in one and "test_tensor_stored_parts.py" in one for one in messages)
 
 
 @pytest.mark.parametrize("number", [lambda h: h.mean().item(), lambda h: h.detach().numpy()], ids=["item", "numpy"])
