@@ -14,25 +14,25 @@ from commlib.devices.cuda import peers
 from commlib.expert.dispatchers import dispatcher_over
 from commlib.expert.placement import ExpertPlacement
 from commlib.sharding.axis import ParallelAxis
-from tests.bodies import experts_there
-from tests.bodies.experts_there import EXPERTS, fetch, table
+from tests.bodies import device_experts
+from tests.bodies.device_experts import EXPERTS, fetch, table
 from tests.gpu.ways import EACH_WAY
 from tests.unit.expert.test_exchange import assign
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_there_and_back(comm: Any, gpu: Any, dtype: str) -> None:
-    experts_there.there_and_back(comm, gpu.put, dtype)
+    device_experts.there_and_back(comm, gpu.put, dtype)
 
 
-@pytest.mark.parametrize("body", experts_there.BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", device_experts.BODIES, ids=lambda body: body.__name__)
 def test_body(comm: Any, gpu: Any, body: Any) -> None:
     body(comm, gpu.put)
 
 
 @pytest.mark.ranks(min=2)
 def test_ranks_that_disagree(comm: Any, gpu: Any) -> None:
-    experts_there.ranks_that_disagree(comm, gpu.put)
+    device_experts.ranks_that_disagree(comm, gpu.put)
 
 
 @EACH_WAY
@@ -50,9 +50,9 @@ def test_nothing_grows(comm: Any, gpu: Any, calls: int) -> None:
 
     before = pages = 0
     for step in range(calls):
-        passage, rows, received_gates, _ = exchange.dispatch("one", assigned, x, gates)
-        exchange.dispatch_back("one", passage, exchange.combine_back("one", passage, x), received_gates)
-        y = exchange.combine("one", passage, rows, received_gates)
+        plan, rows, received_gates, _ = exchange.dispatch("one", assigned, x, gates)
+        exchange.dispatch_back("one", plan, exchange.combine_back("one", plan, x), received_gates)
+        y = exchange.combine("one", plan, rows, received_gates)
         if step == calls // 3:
             before, pages = free(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if step % 20 == 0:

@@ -41,7 +41,7 @@ def test_messages_of_a_rank_that_has_exited(mpirun, end):
 
 
 GROUPS = """
-from tests.oracles.held import held
+from tests.oracles.resources import count_resources
 
 x, peer = np.ones(300), 1 - comm.rank
 def cycle(step):
@@ -55,10 +55,10 @@ def cycle(step):
     group.close()
 for step in range(40):
     cycle(step)
-before = held()
+before = count_resources()
 for step in range(200):
     cycle(step)
-after = held()
+after = count_resources()
 assert after == before, (before, after)
 print("done")
 """

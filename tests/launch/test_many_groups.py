@@ -52,7 +52,7 @@ def test_unused_groups_are_freed(mpirun, program):
 
 
 CLOSED = """
-from tests.oracles.held import held, resident_bytes
+from tests.oracles.resources import count_resources, resident_bytes
 
 comm = commlib.init()
 def cycle(step):
@@ -63,10 +63,10 @@ def cycle(step):
     group.close()
 for step in range(100):
     cycle(step)
-before, size = held(), resident_bytes()
+before, size = count_resources(), resident_bytes()
 for step in range(closed):
     cycle(step)
-after, grown = held(), resident_bytes() - size
+after, grown = count_resources(), resident_bytes() - size
 assert after == before, (before, after)
 assert grown < closed << 12, grown  # a group's board would be 1 MiB, its objects 10 KiB
 print("done")
@@ -82,7 +82,7 @@ def test_closed_groups_free_everything(mpirun):
 
 
 UNUSED = """
-from tests.oracles.held import mappings
+from tests.oracles.resources import mappings
 
 comm = commlib.init()
 before = mappings()

@@ -14,7 +14,7 @@ from commlib.config.settings import Config
 from commlib.errors import MismatchError, PeerError, StallError
 from commlib.runtime.process import Runtime
 from commlib.transport.mpi import MpiTransport
-from tests.bodies import uneven
+from tests.bodies import uneven_all_to_all as uneven
 
 WAYS: dict[str, dict[str, Any]] = {
     "reads": {},

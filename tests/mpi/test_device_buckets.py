@@ -13,7 +13,7 @@ from commlib.compress.gradients import GradientCompression
 from commlib.data_parallel.bucket_reducer import BucketReducer
 from commlib.data_parallel.buckets import Parameter, make_buckets
 from commlib.devices.arrays import as_contiguous
-from tests.bodies import compressing
+from tests.bodies import compression
 from tests.late import LATE
 
 pytestmark = [pytest.mark.any_ranks, pytest.mark.any_mpi]
@@ -75,7 +75,7 @@ def test_a_devices_payloads_are_exchanged(comm, codec):
 @pytest.mark.parametrize("name", ["int8", "sign", "topk", "randomk", "powersgd", "dgc"])
 def test_compressed_buckets_match_the_hosts_bits(comm, name):
     races = LATE.races
-    compressing.check(comm, name)
+    compression.check(comm, name)
     assert LATE.races == races
 
 

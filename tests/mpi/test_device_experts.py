@@ -17,8 +17,8 @@ from commlib.expert.placement import ExpertPlacement
 from commlib.runtime.process import Runtime
 from commlib.sharding.axis import ParallelAxis
 from commlib.transport.mpi import MpiTransport
-from tests.bodies import experts_there
-from tests.bodies.experts_there import EXPERTS, fetch
+from tests.bodies import device_experts
+from tests.bodies.device_experts import EXPERTS, fetch
 from tests.late import LATE
 from tests.unit.expert.test_exchange import assign
 
@@ -41,11 +41,11 @@ def group(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_there_and_back(group: Any, dtype: str) -> None:
-    experts_there.there_and_back(group, LATE.put, dtype)
+    device_experts.there_and_back(group, LATE.put, dtype)
 
 
 @pytest.mark.usefixtures("no_races")
-@pytest.mark.parametrize("body", experts_there.BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", device_experts.BODIES, ids=lambda body: body.__name__)
 def test_body(group: Any, body: Any) -> None:
     body(group, LATE.put)
 
@@ -53,7 +53,7 @@ def test_body(group: Any, body: Any) -> None:
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.ranks(min=2)
 def test_ranks_that_disagree(group: Any) -> None:
-    experts_there.ranks_that_disagree(group, LATE.put)
+    device_experts.ranks_that_disagree(group, LATE.put)
 
 
 @pytest.mark.ranks(min=2)
@@ -66,10 +66,10 @@ def test_an_absent_rank_is_named(peers: bool, monkeypatch: pytest.MonkeyPatch) -
     comm = Communicator(MpiTransport(world.native.Dup()), runtime, "someone is missing")
     exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     x, gates = LATE.wrap(LATE.put(np.ones((3, 8), np.float32)), "x"), np.ones(3 * EXPERTS, np.float32)
-    passage, rows, received_gates, _ = exchange.dispatch("one", assign(np.ones((3, EXPERTS), bool)), x, gates)
+    plan, rows, received_gates, _ = exchange.dispatch("one", assign(np.ones((3, EXPERTS), bool)), x, gates)
     np.testing.assert_array_equal(fetch(rows), 1)
     if comm.rank != 1:
         with pytest.raises(StallError, match="rank 1"):
-            exchange.combine("one", passage, rows, received_gates)
+            exchange.combine("one", plan, rows, received_gates)
     LATE.synchronise()
     world.barrier()

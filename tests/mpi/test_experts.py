@@ -43,7 +43,7 @@ def test_there_and_back(comm: Communicator, codec: str | None) -> None:
         xs = [draw.normal(size=(len(table), WIDTH)).astype(np.float32) for table in chosen]
         table, x = chosen[comm.rank], xs[comm.rank]
         gates = np.random.default_rng(step + comm.rank).random(int(table.sum())).astype(np.float32)
-        passage, rows, received_gates, counts = exchange.dispatch("one", assign(table), x, gates)
+        plan, rows, received_gates, counts = exchange.dispatch("one", assign(table), x, gates)
         expected_counts = [
             sum(int(each[:, expert].sum()) for each in chosen) for expert in placement.of_rank(comm.rank)
         ]
@@ -55,12 +55,12 @@ def test_there_and_back(comm: Communicator, codec: str | None) -> None:
             actual, own = (np.sort(each[first : first + count], 0) for each in (rows, expected))
             np.testing.assert_allclose(actual, own, atol=loss * 5, rtol=0)
             first += count
-        sums = exchange.combine("one", passage, rows, received_gates)
+        sums = exchange.combine("one", plan, rows, received_gates)
         weights = np.zeros(table.shape)
         weights.T[table.T] = gates
         np.testing.assert_allclose(sums, x * weights.sum(1)[:, None], atol=1e-5 + 40 * loss, rtol=0)
-        gradients = exchange.combine_back("one", passage, x)
-        sums, numbers = exchange.dispatch_back("one", passage, gradients, received_gates)
+        gradients = exchange.combine_back("one", plan, x)
+        sums, numbers = exchange.dispatch_back("one", plan, gradients, received_gates)
         np.testing.assert_array_equal(numbers, gates)
         np.testing.assert_allclose(sums, x * table.sum(1)[:, None], atol=1e-5 + 40 * loss, rtol=0)
 
@@ -79,8 +79,8 @@ def test_ranks_that_use_different_layers(comm: Communicator) -> None:
         exchange.dispatch(name, assign(table), x, gates)
     with pytest.raises(MismatchError, match="float"):
         exchange.dispatch("third", assign(table), x.astype([np.float32, np.float64][comm.rank == 1]), gates)
-    passage, rows, received_gates, _ = exchange.dispatch("fourth", assign(table), x, gates)
-    np.testing.assert_array_equal(exchange.combine("fourth", passage, rows, received_gates), EXPERTS * x)
+    plan, rows, received_gates, _ = exchange.dispatch("fourth", assign(table), x, gates)
+    np.testing.assert_array_equal(exchange.combine("fourth", plan, rows, received_gates), EXPERTS * x)
 
 
 @pytest.mark.ranks(min=2)
@@ -95,9 +95,9 @@ def test_received_rows_are_not_overwritten(comm: Communicator) -> None:
         chosen = tables(comm, step)
         xs = [np.full((len(table), WIDTH), 100 * step + rank, np.float32) for rank, table in enumerate(chosen)]
         gates = np.ones(int(chosen[comm.rank].sum()), np.float32)
-        passage, rows, received_gates, _ = exchange.dispatch("one", assign(chosen[comm.rank]), xs[comm.rank], gates)
+        plan, rows, received_gates, _ = exchange.dispatch("one", assign(chosen[comm.rank]), xs[comm.rank], gates)
         received.append((rows, expected_rows(chosen, xs, exchange.placement, comm.rank, None)))
-        exchange.combine("one", passage, rows, received_gates)
+        exchange.combine("one", plan, rows, received_gates)
         rows[:] += 0  # it may be written
         del rows, received_gates
         if step % 3 == comm.rank % 3:
@@ -126,10 +126,10 @@ def test_nodes_are_reached_once(comm: Communicator) -> None:
         chosen = tables(comm, step)
         table = chosen[comm.rank]
         x = np.random.default_rng(comm.rank).normal(size=(len(table), WIDTH)).astype(np.float32)
-        passage, rows, received_gates, _ = exchange.dispatch(
+        plan, rows, received_gates, _ = exchange.dispatch(
             "one", assign(table), x, np.ones(int(table.sum()), np.float32)
         )
-        sums = exchange.combine("one", passage, rows, received_gates)
+        sums = exchange.combine("one", plan, rows, received_gates)
         np.testing.assert_allclose(sums, x * table.sum(1)[:, None], rtol=1e-5, atol=1e-5)
 
 
@@ -143,12 +143,12 @@ def test_a_waiting_report_names_the_layer_and_the_step(
     exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     table = np.ones((3, EXPERTS), bool)
     x, gates = np.ones((3, WIDTH), np.float32), np.ones(3 * EXPERTS, np.float32)
-    passage, rows, received_gates, _ = exchange.dispatch("one", assign(table), x, gates)
+    plan, rows, received_gates, _ = exchange.dispatch("one", assign(table), x, gates)
     steps = {
         "dispatch": lambda: exchange.dispatch("one", assign(table), x, gates),
-        "combine": lambda: exchange.combine("one", passage, rows, received_gates),
-        "combine, backward": lambda: exchange.combine_back("one", passage, x),
-        "dispatch, backward": lambda: exchange.dispatch_back("one", passage, rows, received_gates),
+        "combine": lambda: exchange.combine("one", plan, rows, received_gates),
+        "combine, backward": lambda: exchange.combine_back("one", plan, x),
+        "dispatch, backward": lambda: exchange.dispatch_back("one", plan, rows, received_gates),
     }
     folder, watch = Path(comm.broadcast_object(str(tmp_path))), Group.watch
     for number, (step, run) in enumerate(steps.items()):

@@ -41,8 +41,8 @@ def reading(name):
     asked.add(name)
     return read(name)
 cache.read = reading
-from tests.bodies import ahead
-for work in ahead.WORK:
+from tests.bodies import kernel_calls
+for work in kernel_calls.WORK:
     work()
 print(*sorted(asked))
 """
@@ -116,9 +116,8 @@ def test_kernels_for_another_cpu_can_be_loaded_by_a_job(tmp_path: Path) -> None:
     assert settings == ["NUMBA_CPU_NAME=x86-64-v2", "NUMBA_CPU_FEATURES="]
     (folder,) = (tmp_path / "commlib").iterdir()
     before = set(os.listdir(folder))
-    verbs = (
-        "from tests.bodies import ahead\nahead.verbs()\nfrom commlib.kernels.precompile import folder\nprint(folder())"
-    )
+    calls = "from tests.bodies import kernel_calls\nkernel_calls.verbs()\n"
+    verbs = f"{calls}from commlib.kernels.precompile import folder\nprint(folder())"
     job = {**os.environ, **home, **dict(setting.split("=") for setting in settings)}
     done = subprocess.run([sys.executable, "-c", verbs], env=job, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout.strip()) == (0, str(folder)), done.stderr

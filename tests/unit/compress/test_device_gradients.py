@@ -6,7 +6,7 @@ import pytest
 
 from commlib.collectives.device.staging_queue import StagingQueue
 from commlib.config.settings import Config
-from tests.bodies.compressing import COMPRESSIONS, check
+from tests.bodies.compression import COMPRESSIONS, check
 from tests.bodies.loopback import run
 from tests.late import LATE
 

@@ -19,7 +19,7 @@ from commlib.data_parallel.memory import BucketMemory
 from commlib.devices.array import DeviceArray
 from commlib.errors import UsageError
 from tests.bodies import loopback
-from tests.bodies.compressing import assert_same
+from tests.bodies.compression import assert_same
 from tests.late import LATE
 
 SPECS = [Parameter(name, count, "float32", 4, device="late", scale=0.5) for name, count in [("a", 5), ("b", 300)]]

@@ -79,27 +79,27 @@ def check(way: Make, ranks: int, chosen: list[list[Array]], width: int, dtype: s
     def rank_main(comm: Communicator) -> None:
         me = comm.rank
         exchange = way(comm, placement) if ranks > 1 else LocalDispatcher(placement)
-        passages: list[Any] = []
+        plans: list[Any] = []
         for number, layer in enumerate(chosen):
             assigned, x = assign(layer[me]), xs[number][me]
-            passage, rows, received, counts = exchange.dispatch(f"layer {number}", assigned, x, gates[number][me])
+            plan, rows, received, counts = exchange.dispatch(f"layer {number}", assigned, x, gates[number][me])
             np.testing.assert_array_equal(rows, expected_rows(layer, xs[number], placement, me, nodes))
             mine = placement.of_rank(me)
             np.testing.assert_array_equal(counts, [sum(int(one[:, expert].sum()) for one in layer) for expert in mine])
-            sums = exchange.combine(f"layer {number}", passage, rows, received)
+            sums = exchange.combine(f"layer {number}", plan, rows, received)
             weights = np.zeros(layer[me].shape)
             weights.T[layer[me].T] = gates[number][me]
             np.testing.assert_array_equal(sums, (x.astype(np.float64) * weights.sum(1)[:, None]).astype(kind))
-            passages.append((passage, rows, received))
+            plans.append((plan, rows, received))
         for number in reversed(range(len(chosen))):
-            passage, rows, received = passages.pop()
+            plan, rows, received = plans.pop()
             layer, x = chosen[number], xs[number][me]
             np.testing.assert_array_equal(
                 rows, expected_rows(layer, xs[number], placement, me, nodes)
             )  # nothing was written there
-            again = exchange.combine_back(f"layer {number}", passage, x)
+            again = exchange.combine_back(f"layer {number}", plan, x)
             np.testing.assert_array_equal(again, rows)
-            sums, numbers = exchange.dispatch_back(f"layer {number}", passage, again, received * 2)
+            sums, numbers = exchange.dispatch_back(f"layer {number}", plan, again, received * 2)
             np.testing.assert_array_equal(numbers, gates[number][me] * 2)
             np.testing.assert_array_equal(sums, (x.astype(np.float64) * layer[me].sum(1)[:, None]).astype(kind))
 
@@ -141,10 +141,10 @@ def test_regions_are_reused() -> None:
             chosen = np.random.default_rng(step).random((50, 4)) < 0.5
             assigned = assign(chosen)
             x = np.ones((50, 8), np.float32)
-            passage, rows, gates, _ = exchange.dispatch("a", assigned, x, np.ones(len(assigned.tokens), np.float32))
-            exchange.combine("a", passage, rows, gates)
-            of_rows = exchange.combine_back("a", passage, x)
-            exchange.dispatch_back("a", passage, of_rows, gates)
+            plan, rows, gates, _ = exchange.dispatch("a", assigned, x, np.ones(len(assigned.tokens), np.float32))
+            exchange.combine("a", plan, rows, gates)
+            of_rows = exchange.combine_back("a", plan, x)
+            exchange.dispatch_back("a", plan, of_rows, gates)
             del rows, gates, of_rows
         return exchange.regions.nbytes
 

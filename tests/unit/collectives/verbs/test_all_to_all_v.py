@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from commlib.config.settings import Config
 from commlib.errors import MismatchError, UsageError
 from commlib.kernels.host import uneven_exchange
-from tests.bodies import uneven as cases
+from tests.bodies import uneven_all_to_all as cases
 from tests.bodies.loopback import run
 
 LAYOUTS = [[0], [0, 0], [0, 1], [0, 0, 0], [0, 1, 1], [0, 0, 1, 1]]

@@ -14,7 +14,7 @@ from commlib.transport.base import Space
 from commlib.transport.loopback import LoopbackTransport
 from tests.bodies import lanes
 from tests.bodies.loopback import run
-from tests.oracles.held import held, mappings
+from tests.oracles.resources import count_resources, mappings
 
 
 @pytest.mark.parametrize("check", lanes.CHECKS, ids=lambda check: check.__name__)
@@ -32,7 +32,7 @@ def test_lanes_work_on_two_nodes_of_two(check):
     ("nodes", "node_path"), [([0, 1], True), ([0, 0], False)], ids=["two nodes", "no shared memory"]
 )
 def test_without_shared_memory_there_is_no_lane(nodes, node_path):
-    before = held().mappings
+    before = count_resources().mappings
 
     def work(comm):
         peer, out = 1 - comm.rank, np.zeros(3)
@@ -46,7 +46,7 @@ def test_without_shared_memory_there_is_no_lane(nodes, node_path):
 
 def test_a_lane_is_made_by_the_first_message_in_its_direction(monkeypatch):
     """Its memory is mapped twice, by its writer and by its reader; a rank that sends nothing has no mailbox."""
-    of_letters, before = [], held().mappings
+    of_letters, before = [], count_resources().mappings
     space = LoopbackTransport.space
 
     def spied(transport, which):

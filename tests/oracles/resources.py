@@ -1,4 +1,4 @@
-"""Held: count the resources of this process and compare them with earlier counts, for programs that tests start."""
+"""Resources: count those of this process and compare them with earlier counts, for programs that tests start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Resources:
     """Open descriptors, mapped pieces of commlib's shared memory, and threads of Python."""
 
     descriptors: int
@@ -18,10 +18,10 @@ class Held:
     threads: int
 
 
-def held() -> Held:
+def count_resources() -> Resources:
     """Return the counts once everything droppable has been dropped."""
     gc.collect()
-    return Held(len(os.listdir("/proc/self/fd")), mappings(), threading.active_count())
+    return Resources(len(os.listdir("/proc/self/fd")), mappings(), threading.active_count())
 
 
 def mappings() -> int:

@@ -1,4 +1,4 @@
-"""Ahead: calls that need most of the kernels, to check that `commlib warm` has compiled them."""
+"""Calls that need most of the kernels, to check that `commlib warm` has compiled them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commlib.expert.placement import ExpertPlacement
 from commlib.expert.routing import route
 from commlib.expert.shared_memory_dispatcher import SharedMemoryDispatcher
 from commlib.kernels.host.rows import multiply_rows
-from tests.bodies import compressing
+from tests.bodies import compression
 from tests.bodies.every_verb import calls
 from tests.bodies.loopback import run
 
@@ -31,10 +31,10 @@ def verbs() -> None:
     on_two_ranks(rank)
 
 
-def compression() -> None:
+def compressed_steps() -> None:
     def rank(comm: Any) -> None:
-        for name in compressing.COMPRESSIONS:
-            compressing.train(comm, name, within_node=True, on_device=False)
+        for name in compression.COMPRESSIONS:
+            compression.train(comm, name, within_node=True, on_device=False)
 
     on_two_ranks(rank)
 
@@ -43,11 +43,11 @@ def experts() -> None:
     def there_and_back(exchange: Any) -> None:
         for kind in ("float32", "float64", "float16", "bfloat16"):
             x = np.ones((4, 3), NUMPY[kind])
-            passage, rows, gates, _ = exchange.dispatch("ahead", routing, x, routing.gates)
-            exchange.combine("ahead", passage, rows, gates)
+            plan, rows, gates, _ = exchange.dispatch("experts", routing, x, routing.gates)
+            exchange.combine("experts", plan, rows, gates)
             of_rows, of_gates = np.empty_like(rows), np.empty_like(gates)
-            multiply_rows(exchange.combine_back("ahead", passage, x), rows, gates, of_rows, of_gates)
-            exchange.dispatch_back("ahead", passage, of_rows, of_gates)
+            multiply_rows(exchange.combine_back("experts", plan, x), rows, gates, of_rows, of_gates)
+            exchange.dispatch_back("experts", plan, of_rows, of_gates)
 
     routing = route(Experts(2, top_k=1, capacity_factor=1.0), np.ones((4, 2), np.float32), training=True)
     routing.gradient(routing.gates, 1.0, 1.0)
@@ -64,4 +64,4 @@ def on_two_ranks(rank: Callable[[Any], None]) -> None:
         run(2, rank, nodes=nodes, config=Config(timeout=0))
 
 
-WORK = (verbs, compression, experts)
+WORK = (verbs, compressed_steps, experts)

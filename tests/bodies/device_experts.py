@@ -60,8 +60,8 @@ class Layer:
         x = draw.standard_normal((len(chosen), width)).astype(kind)
         gates = draw.random(len(assigned.tokens)).astype(np.float32)
         gates[::3] = 1
-        passage, rows, received_gates, counts = self._host.dispatch(self.name, assigned, x, gates)
-        device_passage, device_rows, device_gates, device_counts = self._device.dispatch(
+        plan, rows, received_gates, counts = self._host.dispatch(self.name, assigned, x, gates)
+        device_plan, device_rows, device_gates, device_counts = self._device.dispatch(
             self.name, assigned, self._put(x), gates
         )
         assert device_counts.tolist() == counts.tolist()
@@ -69,27 +69,25 @@ class Layer:
         assert_same_bits(fetch(device_gates), received_gates)
         outputs = (np.float32(0.7) * rows.astype(np.float32)).astype(kind)  # by the experts
         device_outputs = self._put(outputs)
-        sums = self._host.combine(self.name, passage, outputs, received_gates)
-        assert_same_bits(fetch(self._device.combine(self.name, device_passage, device_outputs, device_gates)), sums)
-        self._calls.append(
-            (passage, outputs, received_gates.copy(), device_passage, device_outputs, device_gates, draw)
-        )
+        sums = self._host.combine(self.name, plan, outputs, received_gates)
+        assert_same_bits(fetch(self._device.combine(self.name, device_plan, device_outputs, device_gates)), sums)
+        self._calls.append((plan, outputs, received_gates.copy(), device_plan, device_outputs, device_gates, draw))
 
     def backward(self) -> None:
         """Send gradients of the last forward back."""
-        passage, outputs, received_gates, device_passage, device_outputs, device_gates, draw = self._calls.pop()
-        tokens = int(device_passage.starts.shape[0]) - 1
+        plan, outputs, received_gates, device_plan, device_outputs, device_gates, draw = self._calls.pop()
+        tokens = int(device_plan.starts.shape[0]) - 1
         gradient = draw.standard_normal((tokens, outputs.shape[1])).astype(outputs.dtype)
-        output_gradients = self._host.combine_back(self.name, passage, gradient).copy()
-        device_output_gradients = self._device.combine_back(self.name, device_passage, self._put(gradient))
+        output_gradients = self._host.combine_back(self.name, plan, gradient).copy()
+        device_output_gradients = self._device.combine_back(self.name, device_plan, self._put(gradient))
         assert_same_bits(fetch(device_output_gradients), output_gradients)
         gate_gradients = scale_gradients(output_gradients, outputs, received_gates)
         device_gate_gradients = scale_gradients(device_output_gradients, device_outputs, device_gates)
         assert_same_bits(fetch(device_output_gradients), output_gradients)
         assert_same_bits(fetch(device_gate_gradients), gate_gradients)
-        x_gradients, numbers = self._host.dispatch_back(self.name, passage, output_gradients, gate_gradients)
+        x_gradients, numbers = self._host.dispatch_back(self.name, plan, output_gradients, gate_gradients)
         device_x_gradients, device_numbers = self._device.dispatch_back(
-            self.name, device_passage, device_output_gradients, device_gate_gradients
+            self.name, device_plan, device_output_gradients, device_gate_gradients
         )
         assert_same_bits(fetch(device_x_gradients), x_gradients)
         assert_same_bits(fetch(device_numbers), numbers)
@@ -230,7 +228,7 @@ def ranks_that_disagree(comm: Communicator, put: Put) -> None:
     on_device = as_contiguous(put(x), "x")
     with pytest.raises(MismatchError, match=r"rows on the host.*rank 1|rank 1.*rows on the host"):
         exchange.dispatch("zeroth", assigned, x if odd else on_device, gates)
-    passage, rows, received_gates, _ = exchange.dispatch("first", assigned, on_device, gates)
+    plan, rows, received_gates, _ = exchange.dispatch("first", assigned, on_device, gates)
     with pytest.raises(MismatchError, match="layer of rank 1"):
         exchange.dispatch(f"layer of rank {int(odd)}", assigned, on_device, gates)
     with pytest.raises(MismatchError, match="float16"):
@@ -238,22 +236,22 @@ def ranks_that_disagree(comm: Communicator, put: Put) -> None:
             "second", assigned, as_contiguous(put(x.astype(np.float16)), "x") if odd else on_device, gates
         )
     with pytest.raises(MismatchError, match="combine, backward"):
-        exchange.combine_back("first", passage, on_device) if odd else exchange.combine(
-            "first", passage, rows, received_gates
+        exchange.combine_back("first", plan, on_device) if odd else exchange.combine(
+            "first", plan, rows, received_gates
         )
-    np.testing.assert_array_equal(fetch(exchange.combine("first", passage, rows, received_gates)), EXPERTS * x)
+    np.testing.assert_array_equal(fetch(exchange.combine("first", plan, rows, received_gates)), EXPERTS * x)
 
 
 def host_rows_are_refused(comm: Communicator, put: Put) -> None:
     """Experts that fetch their rows get an error."""
     exchange = dispatcher_over(ParallelAxis(comm), ExpertPlacement.even(EXPERTS, comm.size))
     x, gates = np.ones((2, 8), np.float32), np.ones(2 * EXPERTS, np.float32)
-    passage, rows, received_gates, _ = exchange.dispatch(
+    plan, rows, received_gates, _ = exchange.dispatch(
         "one", assign(np.ones((2, EXPERTS), bool)), as_contiguous(put(x), "x"), gates
     )
     with pytest.raises(UsageError, match=r"one: float32\[\d+, 8\] is on the host"):
-        exchange.combine("one", passage, fetch(rows), received_gates)
-    np.testing.assert_array_equal(fetch(exchange.combine("one", passage, rows, received_gates)), EXPERTS * x)
+        exchange.combine("one", plan, fetch(rows), received_gates)
+    np.testing.assert_array_equal(fetch(exchange.combine("one", plan, rows, received_gates)), EXPERTS * x)
 
 
 def encoded(comm: Communicator, put: Put) -> None:
@@ -269,7 +267,7 @@ def encoded(comm: Communicator, put: Put) -> None:
         xs = [np.random.default_rng([2, rank]).standard_normal((len(each), width)) for rank, each in enumerate(chosen)]
         x = xs[comm.rank].astype(np.float32)
         gates = np.arange(1, 1 + chosen[comm.rank].sum(), dtype=np.float32)
-        passage, rows, received_gates, counts = exchange.dispatch(
+        plan, rows, received_gates, counts = exchange.dispatch(
             "one", assign(chosen[comm.rank]), as_contiguous(put(x), "x"), gates
         )
         expected = expected_rows(chosen, [each.astype(np.float32) for each in xs], placement, comm.rank, None)
@@ -280,7 +278,7 @@ def encoded(comm: Communicator, put: Put) -> None:
         exact = [np.repeat(rank == comm.rank, each[:, e].sum()) for e in placement.of_rank(comm.rank)
                  for rank, each in enumerate(chosen)]  # fmt: skip
         assert not difference[np.concatenate(exact)].any()
-        sums, numbers = exchange.dispatch_back("one", passage, rows, received_gates)
+        sums, numbers = exchange.dispatch_back("one", plan, rows, received_gates)
         assert_same_bits(fetch(numbers), gates)
         np.testing.assert_allclose(fetch(sums), x * chosen[comm.rank].sum(1)[:, None], atol=1e-5 + 60 * loss, rtol=0)
 

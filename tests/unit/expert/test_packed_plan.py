@@ -1,4 +1,4 @@
-"""A device's passage packed into one array can be unpacked unchanged."""
+"""A device's plan packed into one array can be unpacked unchanged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_a_packed_passage_is_unchanged(monkeypatch: pytest.MonkeyPatch, lengths:
     monkeypatch.setattr(LATE, "delay", 5e-3)
     values = [np.arange(length, dtype=np.int32) + 100 * number for number, length in enumerate(lengths)]
     sent, received, returned, positions, members, starts = (LATE.wrap(LATE.put(each), "a test") for each in values)
-    passage = DeviceDispatchPlan(sent, received, returned, positions, members, starts, [1, 2, 3], [4, 5, 6])
-    block = pack_device_plan(passage)
-    del passage, sent, received, returned, positions, members, starts
+    plan = DeviceDispatchPlan(sent, received, returned, positions, members, starts, [1, 2, 3], [4, 5, 6])
+    block = pack_device_plan(plan)
+    del plan, sent, received, returned, positions, members, starts
     again = unpack_device_plan(block, 3, lambda: None)
     assert (again.sends, again.takes) == ([1, 2, 3], [4, 5, 6])
     got = [again.sent, again.received, again.returned, again.positions, again.members, again.starts]
