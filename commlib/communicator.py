@@ -950,10 +950,11 @@ class Communicator:
             UsageError: If nothing was counted: call `commlib.metrics.start` or `commlib.start_recording` first.
 
         Examples:
-            >>> metrics.start()
+            >>> commlib.start_recording()
             >>> total = comm.all_reduce(np.ones(2))
-            >>> comm.stats().counts["all_reduce"].calls >= 1
+            >>> comm.stats()["all_reduce"].calls >= 1
             True
+            >>> commlib.stop_recording()
         """
         return self.runtime.recording.counters().stats(self.group.name)
 

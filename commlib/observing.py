@@ -45,7 +45,7 @@ def recorded() -> list[Event]:
 
 
 def statistics() -> dict[tuple[str, str], Count]:
-    """Return this rank's call counters by (group, verb), since recording started.
+    """Return this rank's call counters by (group, verb), since recording or counting started.
 
     Raises:
         UsageError: If nothing was recorded.

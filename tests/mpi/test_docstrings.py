@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import commlib
-from commlib import metrics, observing
+from commlib import observing
 from commlib.communicator import Communicator
 from commlib.mesh_groups import Mesh
 from commlib.p2p.channels.channel import Channel
@@ -37,7 +37,7 @@ def test_the_verbs_have_examples() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(comm: Any, name: str) -> None:
     test, output = EXAMPLES[name], io.StringIO()
-    test.globs = {"comm": comm, "commlib": commlib, "metrics": metrics, "np": np}
+    test.globs = {"comm": comm, "commlib": commlib, "np": np}
     results = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
         test, out=output.write, clear_globs=False
     )
