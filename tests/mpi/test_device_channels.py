@@ -23,10 +23,7 @@ from tests.late import LATE
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks, pytest.mark.ranks(min=2)]
 
 
-LONG = [pytest.param(way, marks=pytest.mark.long) for way in ("apart", "refused", "messages")]
-
-
-@pytest.fixture(scope="module", params=["peers", "between", "off", *LONG])
+@pytest.fixture(scope="module", params=["peers", "between", "off", "apart", "refused", "messages"])
 def group(request):
     """All ranks: peer memory used, forbidden, or missing on one; streams unable or forbidden to meet; between nodes."""
     world = commlib.init()
@@ -48,11 +45,7 @@ def group(request):
         group.close()
 
 
-SLOW = device_channels.nothing_grows
-CHECKS = [pytest.param(check, marks=pytest.mark.long) if check is SLOW else check for check in device_channels.ALL]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", device_channels.ALL, ids=lambda check: check.__name__)
 def test_channel_bodies(group, check):
     try:
         if group.rank < 2:
