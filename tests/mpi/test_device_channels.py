@@ -45,7 +45,11 @@ def group(request):
         group.close()
 
 
-@pytest.mark.parametrize("check", device_channels.ALL, ids=lambda check: check.__name__)
+SLOW = device_channels.nothing_grows
+CHECKS = [pytest.param(check, marks=pytest.mark.long) if check is SLOW else check for check in device_channels.ALL]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_channel_bodies(group, check):
     try:
         if group.rank < 2:

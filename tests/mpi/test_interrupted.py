@@ -147,8 +147,8 @@ def test_a_wait_for_a_work_can_be_interrupted_and_repeated(comm):
     ("algorithm", "count"),
     [
         pytest.param("auto", 1, marks=pytest.mark.any_mpi),
-        pytest.param("auto", 2000, marks=pytest.mark.any_mpi),
-        ("recursive_doubling", 1),
+        pytest.param("auto", 2000, marks=[pytest.mark.any_mpi, pytest.mark.long]),
+        pytest.param("recursive_doubling", 1, marks=pytest.mark.long),
         ("recursive_doubling", 2000),
     ],
 )
