@@ -97,7 +97,7 @@ def alone(comm: Any, rows: int, policy: str, experts: bool) -> list[Any]:
 
 PAIRS = [
     "dp recompute", "cp ep", "cp compression", "cp amp", "compression amp", "compression recompute", "amp recompute",
-    "ep compression",
+    pytest.param("ep compression", marks=pytest.mark.long),  # the same test of PyTorch always runs
 ]  # fmt: skip
 
 
