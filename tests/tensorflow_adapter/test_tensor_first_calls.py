@@ -198,7 +198,7 @@ RIGHT = [one for name, one in KINDS.items() if name not in ("a flag", "a string"
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("looked_at", ["a call", "example"])
+@pytest.mark.parametrize("looked_at", ["a call", pytest.param("example", marks=pytest.mark.long)])
 def test_calls_of_other_kinds_are_checked(comm: Any, looked_at: str) -> None:
     """Regression: they took a different path from the checked one, and returned wrong numbers, or a part."""
     for kind, (wrong, call) in KINDS.items():

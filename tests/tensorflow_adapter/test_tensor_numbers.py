@@ -71,7 +71,9 @@ def model(*ways: str) -> Any:
 
 
 @pytest.mark.ranks(min=2, max=2)
-@pytest.mark.parametrize("ways", [("rows", "layers"), ("any", "tensorflow", "tuple")])
+@pytest.mark.parametrize(
+    "ways", [("rows", "layers"), pytest.param(("any", "tensorflow", "tuple"), marks=pytest.mark.long)]
+)
 def test_auto_divides_heads_that_are_numbers(comm: Any, ways: tuple[str, ...]) -> None:
     """Regression: reshapes to a fixed number of heads left all of attention whole."""
     whole, own = model(*ways), model(*ways)
