@@ -42,14 +42,12 @@ def on(count, run):
     return lambda group: lambda value: run(group, np.full(count * group.size, value))
 
 
-USUAL = {
+CALLS = {
     "all_reduce": on(1, lambda c, x: c.all_reduce(x)),
     "large all_reduce": on(150_000, lambda c, x: c.all_reduce(x)),
     "symmetric": symmetric(5000),
     "all_to_all_v": on(2, lambda c, x: c.all_to_all_v(x, [2] * c.size)),
     "object": lambda group: group.broadcast_object,
-}
-MORE = {
     "small symmetric": symmetric(3),
     "plan": plan,
     "begun": on(1, lambda c, x: c.all_reduce_async(x).wait()),
@@ -67,10 +65,9 @@ MORE = {
     "barrier": lambda group: lambda value: group.barrier(),
     "objects": lambda group: group.all_gather_object,
 }
-CALLS = {**USUAL, **MORE}
 
 
-@pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+@pytest.mark.parametrize("name", CALLS)
 def test_an_abandoned_call_does_not_affect_the_others(comm, name):
     group = comm.split(0)
     call = CALLS[name](group)

@@ -23,10 +23,7 @@ from tests.late import LATE
 pytestmark = [pytest.mark.usefixtures("no_races"), pytest.mark.any_ranks, pytest.mark.ranks(min=2)]
 
 
-LONG = [pytest.param(way, marks=pytest.mark.long) for way in ("apart", "refused", "messages")]
-
-
-@pytest.fixture(scope="module", params=["peers", "between", "off", *LONG])
+@pytest.fixture(scope="module", params=["peers", "between", "off", "apart", "refused", "messages"])
 def group(request):
     """All ranks: peer memory used, forbidden, or missing on one; streams unable or forbidden to meet; between nodes."""
     world = commlib.init()

@@ -94,7 +94,7 @@ def test_ranks_that_exit_after_different_calls_report_it(comm, caplog):
     assert any("made different calls" in text for text in comm.all_gather_object(caplog.text))
 
 
-@pytest.mark.parametrize("verb", ["split", pytest.param("all_reduce", marks=pytest.mark.long), "native"])
+@pytest.mark.parametrize("verb", ["split", "all_reduce", "native"])
 def test_a_late_rank_is_named_between_nodes_too(comm, verb):
     """A split waited for ever inside MPI, whatever COMMLIB_TIMEOUT was; and no wait named the late rank."""
     group = Communicator(MpiTransport(comm.native.Dup()), Runtime(Config(node_path=False, timeout=1)))

@@ -96,7 +96,7 @@ class Signal(keras.callbacks.Callback):  # type: ignore[misc]
     ("epoch", "batch"),
     [
         pytest.param(1, 1, id="in an epoch"),
-        pytest.param(0, PER_EPOCH - 1, id="at the end of one", marks=pytest.mark.long),
+        pytest.param(0, PER_EPOCH - 1, id="at the end of one"),
     ],
 )
 def test_interrupted_fit_continues_in_the_middle_of_an_epoch(comm: Any, folder: Path, epoch: int, batch: int) -> None:

@@ -70,12 +70,7 @@ def same(comm: Communicator, path: Path) -> str:
     return str(comm.broadcast_object(str(path)))
 
 
-OFTEN = ("warm-up from 0", "passes")  # PyTorch's tests run more
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in MAKERS]
-)
+@pytest.mark.parametrize("name", MAKERS)
 def test_a_loaded_file_continues_training(comm: Communicator, tmp_path: Path, name: str) -> None:
     """Regression: the first momentum returned with step 0's rate, at a rate of 0 as NaN; most other state was lost."""
     if comm.size == 3:

@@ -57,9 +57,7 @@ def test_copies_of_one_mlp_pass(comm: Any, option: str) -> None:
     expertize(make(), comm, {"mlp": Experts(2 * comm.size, copy=True)}, **{option: batch(comm)})
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "capacity", *(pytest.param(name, marks=pytest.mark.long) for name in ("sigmoid", "hidden"))]
-)
+@pytest.mark.parametrize("name", ["plain", "capacity", "sigmoid", "hidden"])
 def test_valid_mixtures_pass(comm: Any, name: str) -> None:
     """They leave no trace: statistics, losses and variables are unchanged."""
     options = {"count": 4 * comm.size, "top_k": 2, **OPTIONS[name]}

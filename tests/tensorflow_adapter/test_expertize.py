@@ -48,7 +48,7 @@ class Roots(keras.regularizers.Regularizer):  # type: ignore[misc]
         return {}
 
 
-@pytest.mark.parametrize("copies", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("copies", [False, True])
 def test_each_expert_has_regularizers_and_constraints(comm: Communicator, copies: bool) -> None:
     """Regression: they were dropped, so that training continued without weight decay."""
     if comm.size == 3 and copies:

@@ -31,14 +31,7 @@ def place(group: Any) -> Iterator[HostTensors]:
     yield from watched()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "top-2",
-        "capacity",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("gated", "parts", "expert choice")),
-    ],
-)
+@pytest.mark.parametrize("name", ["top-2", "capacity", "gated", "parts", "expert choice"])
 def test_equals_one_rank(group: Any, place: HostTensors, name: str) -> None:
     experts.check(group, Experts(6, hidden=10, **experts.OPTIONS[name]))
 

@@ -48,7 +48,7 @@ def place(comm: Any) -> Iterator[HostTensors]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"overlap": False}, marks=pytest.mark.long),
+        {"overlap": False},
         {"overlap": True, "groups": 3},
         {"gradient_predivide_factor": 4.0},
         {"op": ct.Average, "compression": ct.Compression.none},
@@ -95,7 +95,7 @@ def test_ranks_that_have_joined(comm: Any, place: HostTensors, options: Any) -> 
     bodies.joined(comm, place, **options)
 
 
-@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("passes", [1, 2])
 def test_fit(comm: Any, place: HostTensors, passes: int) -> None:
     bodies.fit(comm, passes)
 

@@ -49,7 +49,8 @@ def variables() -> list[Any]:
     [
         ("decay", False),
         *((kind, True) for kind in MAKERS),
-        *(pytest.param(kind, False, marks=pytest.mark.long) for kind in ("passes", "scale")),
+        ("passes", False),
+        ("scale", False),
     ],
 )
 def test_weights_match_one_process(comm: Any, kind: str, graph: bool) -> None:
@@ -80,7 +81,7 @@ def test_weights_match_one_process(comm: Any, kind: str, graph: bool) -> None:
     assert (mine[2].numpy() == np.arange(3.0) + 1).all() and (mine[1].numpy() != np.arange(3.0) + 1).all()
 
 
-@pytest.mark.parametrize("eagerly", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("eagerly", [False, True])
 def test_fit_a_model_with_different_branches_on_ranks(comm: Any, eagerly: bool) -> None:
     class Branches(keras.Model):  # type: ignore[misc]
         def __init__(self, way: int | None) -> None:

@@ -97,18 +97,13 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-OFTEN = ("shared", "parts", "expert choice")  # PyTorch's tests run them all
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
-)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_equals_one_rank(comm: Communicator, name: str) -> None:
     check(comm, Experts(6, hidden=10, **OPTIONS[name]))
 
 
-@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.long), 2])
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_ranks_may_have_different_numbers_of_tokens(comm: Communicator, compiled: bool, chunks: int) -> None:
     """A rank without tokens still takes part, eagerly and in a graph."""
     options = Experts(6, hidden=10, balance="none", chunks=chunks)
@@ -191,7 +186,7 @@ def test_balance_without_a_loss(comm: Communicator, compiled: bool) -> None:
     assert expert_stats(model)["one"].tokens == 0
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_balance_covers_several_passes(comm: Communicator, compiled: bool) -> None:
     """Regression: a compiled step of two passes used the load before the second one, which was counted in the next."""
     keras.utils.set_random_seed(0)

@@ -64,9 +64,7 @@ def compare(result: list[Any], expected: list[Any]) -> None:
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)  # routers compute in float32
 
 
-@pytest.mark.parametrize(
-    "way", ["optimizer", *(pytest.param(one, marks=pytest.mark.long) for one in ("tape", "steps"))]
-)
+@pytest.mark.parametrize("way", ["optimizer", "tape", "steps"])
 def test_several_backwards_before_a_step(comm: Communicator, way: str) -> None:
     """Sums that are reduced once, sums of reduced gradients, and sums in Keras match."""
     if comm.size == 3:
@@ -91,7 +89,7 @@ def test_several_backwards_before_a_step(comm: Communicator, way: str) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stages", [1, 2])
 def test_several_batches_before_a_step_of_stages(comm: Communicator, stages: int) -> None:
     """One update includes gradients and router losses of two `pipe.step`."""
     if comm.size == 3:

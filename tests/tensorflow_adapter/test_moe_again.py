@@ -54,7 +54,7 @@ def gradients(comm: Communicator, again: bool, compiled: bool, **options: Any) -
     return (tf.function(run) if compiled else run)(tf.constant(x)), layer
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_recompute_grad(comm: Communicator, compiled: bool) -> None:
     """Regression: tokens counted twice, and recomputation used evaluation's capacity, so that gradients were wrong."""
     options = {"capacity_factor": 0.5, "eval_capacity_factor": 4.0}
@@ -93,7 +93,7 @@ def test_a_layer_created_in_a_scope_of_keras(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.long)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_stages_that_recompute_count_tokens_once(comm: Communicator, schedule: Any) -> None:
     """Regression: statistics counted the tokens of a stage twice."""
     alone = comm.split(comm.rank)

@@ -68,9 +68,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["averages", *(pytest.param(one, marks=pytest.mark.long) for one in ("passes", "two"))]
-)
+@pytest.mark.parametrize("name", ["averages", "passes", "two"])
 def test_averages_and_copies_are_moved(comm: Communicator, name: str) -> None:
     """Regression: without the optimizer moments were not moved, and averages belonged to different experts."""
     if comm.size == 3:

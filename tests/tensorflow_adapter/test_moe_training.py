@@ -85,13 +85,7 @@ def compare(comm: Communicator, built: Any, whole: Any) -> None:
             np.testing.assert_allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable.path)
 
 
-@pytest.mark.parametrize(
-    ("functional", "copies"),
-    [
-        (True, True),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in [(False, False), (True, False), (False, True)]),
-    ],
-)
+@pytest.mark.parametrize(("functional", "copies"), [(True, True), (False, False), (True, False), (False, True)])
 def test_fit_matches_one_process(comm: Communicator, functional: bool, copies: bool) -> None:
     """Experts, or copies of all of them, train in the loop that Keras compiles."""
     if comm.size == 3:

@@ -32,15 +32,10 @@ from tests.inputs.keras_pipelines import (
 __all__ = ["in_float64"]  # a fixture
 
 FLUSHING = [name for name, plan in table.items() if not plan.updates]
-# The others have the same actions; the adapter of PyTorch always runs all.
-SCHEDULES = [
-    name if name in ("gpipe", "1f1b", "interleaved", "zb_v") else pytest.param(name, marks=pytest.mark.long)
-    for name in FLUSHING
-]
 
 
-@pytest.mark.parametrize("microbatches", [3, pytest.param(8, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [3, 8])
+@pytest.mark.parametrize("name", FLUSHING)
 def test_gradients_and_weights_are_those_of_one_process(comm: Any, name: Any, microbatches: int) -> None:
     """Two batches are accumulated, one of which leaves microbatches uneven or empty; then the weights are updated."""
     alone = SingleProcess(layers(6 if comm.size < 3 else 12), keras.optimizers.Adam(0.1))
@@ -90,10 +85,10 @@ def skipping() -> Any:
 @pytest.mark.parametrize(
     ("name", "split"),
     [
-        pytest.param("1f1b", "auto", marks=pytest.mark.long),
-        pytest.param("gpipe", "names", marks=pytest.mark.long),
+        ("1f1b", "auto"),
+        ("gpipe", "names"),
         ("zb_h1", "names"),
-        pytest.param("interleaved", "auto", marks=pytest.mark.long),
+        ("interleaved", "auto"),
     ],
 )
 def test_skips_ties_masks_and_integers(comm: Any, name: Any, split: str) -> None:
@@ -142,10 +137,10 @@ def stateful() -> Any:
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
     [
-        pytest.param("1f1b", "none", marks=pytest.mark.long),
-        pytest.param("1f1b", "full", marks=pytest.mark.long),
-        pytest.param("1f1b", "selective", marks=pytest.mark.long),
-        pytest.param("zb_h1", "none", marks=pytest.mark.long),
+        ("1f1b", "none"),
+        ("1f1b", "full"),
+        ("1f1b", "selective"),
+        ("zb_h1", "none"),
         ("zb_h1", "selective"),
         ("interleaved", "full"),
     ],

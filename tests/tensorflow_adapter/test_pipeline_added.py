@@ -128,7 +128,7 @@ def test_a_shared_weight_frozen_on_one_rank_is_refused(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("in_training", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("in_training", [False, True])
 def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
     """Regression: a sum over rows counted 1 / microbatches: 2.16 instead of 4.95."""
 
@@ -139,7 +139,7 @@ def test_losses_that_layers_add(comm: Any, in_training: bool) -> None:
     assert_matches_one_process(comm, make, *batch(13), loss="mse", eager=False, schedule=schedule)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("both", marks=pytest.mark.long), "positive"])
+@pytest.mark.parametrize("kind", ["both", "positive"])
 def test_added_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str) -> None:
     pipe = pipeline(adding("mean", kind), comm, microbatches=4, loss="mse", optimizer="sgd")
     for _ in range(2):
@@ -263,7 +263,9 @@ AFTER_THE_CUT = {
         "quantize",
         "lora",
         "add",
-        *(pytest.param(what, marks=pytest.mark.long) for what in ("quantize one", "lost", "pop")),
+        "quantize one",
+        "lost",
+        "pop",
     ],
 )
 def test_weights_added_after_the_cut(comm: Any, what: str) -> None:
@@ -341,7 +343,7 @@ def test_metrics_with_several_numbers(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("policy", [pytest.param("float32", marks=pytest.mark.long), "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_an_evaluation_in_short_floats_is_compared(comm: Any, policy: str) -> None:
     """Regression: its rounding was taken for a fault of the cut: the loss is a Python number then."""
     keras.config.set_floatx("float32")

@@ -162,7 +162,7 @@ def test_a_list_of_inputs_is_shuffled(comm: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.long)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_batch_without_rows(comm: Any, schedule: Any) -> None:
     """Regression: the last stage's rank had no output to join, and failed without a message. Keras has a loss of 0, and
 
@@ -187,7 +187,7 @@ def test_a_batch_without_rows(comm: Any, schedule: Any) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("outputs", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("outputs", [1, 2])
 def test_results_have_the_order_of_keras_on_all_ranks(comm: Any, outputs: int) -> None:
     """Regression: ranks without the last stage sorted them by name, so that mae was taken for mse."""
     x, y = batch(8)

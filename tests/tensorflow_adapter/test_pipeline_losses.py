@@ -74,14 +74,14 @@ SPARSE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["ignored", *(pytest.param(name, marks=pytest.mark.long) for name in [*SPARSE][1:])])
+@pytest.mark.parametrize("name", SPARSE)
 def test_ignored_classes(comm: Any, name: str) -> None:
     """Regression: microbatches counted by their rows, although classes were ignored."""
     loss = losses.SparseCategoricalCrossentropy(from_logits=True, **SPARSE[name])
     assert_matches_one_process(comm, words, loss, *ignored(14))
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.long), "zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_weigh_defines_the_weights_of_microbatches(comm: Any, schedule: str) -> None:
     """It receives inputs and sample weights, too; a microbatch without terms does not count, even if it is 0/0."""
 
@@ -111,14 +111,14 @@ MEANS: dict[str, Any] = {
     [
         ("sum", False),
         ("by weights", True),
-        pytest.param("of rows, by hand", False, marks=pytest.mark.long),
-        *(
-            pytest.param(name, weighed, marks=pytest.mark.long)
-            for name in ("mean", "dice of each row")
-            for weighed in (False, True)
-        ),
-        *(pytest.param(name, True, marks=pytest.mark.long) for name in ("sum", "of rows, by hand")),
-        pytest.param("by weights", False, marks=pytest.mark.long),
+        ("of rows, by hand", False),
+        ("mean", False),
+        ("mean", True),
+        ("dice of each row", False),
+        ("dice of each row", True),
+        ("sum", True),
+        ("of rows, by hand", True),
+        ("by weights", False),
     ],
 )
 def test_reductions(comm: Any, name: str, weighed: bool) -> None:

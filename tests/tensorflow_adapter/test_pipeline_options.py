@@ -86,13 +86,7 @@ def products() -> Any:
     return filled(keras.Model(image, keras.layers.Dense(2, activation="softplus", name="d")(x)))
 
 
-@pytest.mark.parametrize(
-    ("name", "eager"),
-    [
-        ("1f1b", False),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in [("1f1b", True), ("zb_h1", False), ("zb_h1", True)]),
-    ],
-)
+@pytest.mark.parametrize(("name", "eager"), [("1f1b", False), ("1f1b", True), ("zb_h1", False), ("zb_h1", True)])
 def test_products_are_kept(comm: Any, name: Any, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
 
@@ -126,10 +120,10 @@ def normalized() -> Any:
 @pytest.mark.parametrize(
     ("name", "checkpoint"),
     [
-        pytest.param("1f1b", "none", marks=pytest.mark.long),
+        ("1f1b", "none"),
         ("1f1b", "selective"),
-        pytest.param("zb_h1", "none", marks=pytest.mark.long),
-        pytest.param("interleaved", "full", marks=pytest.mark.long),
+        ("zb_h1", "none"),
+        ("interleaved", "full"),
         ("pipedream", "none"),
     ],
 )

@@ -61,19 +61,11 @@ HOWS: dict[str, Any] = {
     "all": {"*": "full"},
     "function": lambda name, layer: "selective" if isinstance(layer, Block) else "none",
 }
-SHORT = [("1f1b", "blocks", False), ("1f1b", "within", True)]
-LONG = [
-    (schedule, how, eager)
-    for schedule in ("gpipe", "1f1b", "interleaved", "zb_h1")
-    for how in HOWS
-    for eager in (False, True)
-    if (schedule, how, eager) not in SHORT
-]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "how", "eager"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
-)
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1"])
 def test_single_layers(comm: Any, schedule: Any, how: str, eager: bool) -> None:
     """Regression: only whole stages could be recomputed."""
     count = comm.size * (2 if schedule == "interleaved" else 1)
@@ -148,7 +140,7 @@ def texts() -> Any:
     )
 
 
-@pytest.mark.parametrize("policy", ["float64", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("policy", ["float64", "mixed_bfloat16"])
 def test_masks_loops_and_short_floats(comm: Any, policy: str) -> None:
     """Keras' call context is available again when a layer is recomputed."""
     keras.config.set_dtype_policy(policy)

@@ -70,14 +70,7 @@ def by_stages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("1f1b", "zb_v") else pytest.mark.long)
-        for name, plan in table.items()
-        if not plan.updates
-    ],
-)
+@pytest.mark.parametrize("name", [name for name, plan in table.items() if not plan.updates])
 def test_steps_match_one_process(comm: Any, by_stages: list[int], name: Any) -> None:
     """Each step accumulates the gradients of two batches; the first one clips them by the norm over all stages."""
     mesh = Mesh(pp=2, dp=2)
@@ -106,9 +99,9 @@ def test_steps_match_one_process(comm: Any, by_stages: list[int], name: Any) -> 
 @pytest.mark.parametrize(
     ("name", "overlap"),
     [
-        pytest.param("1f1b", False, marks=pytest.mark.long),
+        ("1f1b", False),
         ("zb_v", True),
-        pytest.param("breadth_first", True, marks=pytest.mark.long),
+        ("breadth_first", True),
     ],
 )
 def test_fit_matches_one_process(comm: Any, by_stages: list[int], name: Any, overlap: bool) -> None:

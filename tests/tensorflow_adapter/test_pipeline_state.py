@@ -55,11 +55,11 @@ def writing() -> Any:
 @pytest.mark.parametrize(
     ("name", "checkpoint", "eager"),
     [
-        pytest.param("1f1b", "none", False, marks=pytest.mark.long),
+        ("1f1b", "none", False),
         ("zb_h1", "selective", False),
-        pytest.param("1f1b", "full", False, marks=pytest.mark.long),
-        pytest.param("gpipe", "none", True, marks=pytest.mark.long),
-        pytest.param("interleaved", "full", True, marks=pytest.mark.long),
+        ("1f1b", "full", False),
+        ("gpipe", "none", True),
+        ("interleaved", "full", True),
     ],
 )
 def test_forwards_write_variables(comm: Any, name: Any, checkpoint: Any, eager: bool) -> None:
@@ -133,7 +133,7 @@ def averaging() -> Any:
     )
 
 
-@pytest.mark.parametrize("make", [pytest.param(averaging, marks=pytest.mark.long), several])
+@pytest.mark.parametrize("make", [averaging, several])
 def test_training_continues_with_other_stages(comm: Any, make: Any, tmp_path: Any) -> None:
     """Regression: averages belonged to other stages, a second save failed, and state of a MultiOptimizer was lost."""
     path = comm.broadcast_object(str(tmp_path), 0)

@@ -133,12 +133,12 @@ class Draws(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
 @pytest.mark.parametrize(
     ("how", "eager"),
     [
-        pytest.param("tensorflow", True, marks=pytest.mark.long),
-        pytest.param("count", False, marks=pytest.mark.long),
+        ("tensorflow", True),
+        ("count", False),
         ("numpy", True),
         ("tensorflow", False),
-        pytest.param("count", True, marks=pytest.mark.long),
-        pytest.param("numpy", False, marks=pytest.mark.long),
+        ("count", True),
+        ("numpy", False),
     ],
 )
 def test_recomputation_is_deterministic_or_refused(comm: Any, how: str, eager: bool) -> None:

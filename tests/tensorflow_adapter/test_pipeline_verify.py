@@ -85,7 +85,7 @@ def test_a_batch_can_be_verified(comm: Any) -> None:
         ("value", r"in training: the output of d1 1.0 \(stage \d\) differs"),
         ("gradient", r"in training: the gradient of .*kernel \(stage \d\) is missing"),
         ("state", r"in training: .*count \(stage \d\) after it differs"),
-        pytest.param("evaluation", r"in evaluation: the output of d1 1.0 \(stage \d\) differs", marks=pytest.mark.long),
+        ("evaluation", r"in evaluation: the output of d1 1.0 \(stage \d\) differs"),
     ],
 )
 def test_a_difference_is_named(comm: Any, wrong: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,18 +39,18 @@ def over(layer: Any, inputs: int = 1, masks: bool = False, **call: Any) -> Any:
     return filled(keras.Model(given, layer(*(taken * 2 if inputs == 1 else taken), **call)))
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("make", "inputs", "call"),
     [
-        pytest.param(attention, 1, {}, marks=pytest.mark.long),
-        pytest.param(lambda: attention(value_dim=2, use_bias=False), 2, {}, marks=pytest.mark.long),
-        pytest.param(lambda: attention(use_gate=True), 1, {"use_causal_mask": True}, marks=pytest.mark.long),
+        (attention, 1, {}),
+        (lambda: attention(value_dim=2, use_bias=False), 2, {}),
+        (lambda: attention(use_gate=True), 1, {"use_causal_mask": True}),
         (lambda: attention(sliding_window=2, output_shape=4), 3, {}),
         (attention, 1, {"return_attention_scores": True, "use_causal_mask": True}),
-        pytest.param(grouped, 1, {}, marks=pytest.mark.long),
+        (grouped, 1, {}),
         (lambda: grouped(use_gate=True), 2, {}),
-        pytest.param(grouped, 1, {"return_attention_scores": True, "use_causal_mask": True}, marks=pytest.mark.long),
+        (grouped, 1, {"return_attention_scores": True, "use_causal_mask": True}),
     ],
 )
 def test_attention(comm: Any, make: Any, inputs: int, call: Any, compiled: bool) -> None:
@@ -58,7 +58,7 @@ def test_attention(comm: Any, make: Any, inputs: int, call: Any, compiled: bool)
     same(lambda: over(make(), inputs, **call), {"a": Column()}, comm, *x, compiled=compiled)
 
 
-@pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
+@pytest.mark.parametrize("make", [attention, grouped])
 def test_attention_with_implicit_masks(comm: Any, make: Any) -> None:
     """Keras attaches masks to tensors, and a copy of a tensor keeps its mask."""
     x = [values(2, LENGTH, WIDTH, seed=number) for number in range(2)]
@@ -102,8 +102,8 @@ class MaskedByHeads(keras.Model):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("make", "heads"),
     [
-        pytest.param(attention, 5, marks=pytest.mark.long),
-        pytest.param(lambda: attention(dropout=0.1), 1, marks=pytest.mark.long),
+        (attention, 5),
+        (lambda: attention(dropout=0.1), 1),
         (grouped, 10),
     ],
 )
@@ -118,7 +118,7 @@ def test_attention_with_a_mask_for_each_head(comm: Any, make: Any, heads: int) -
     same(build, {"a": Column()}, comm, values(2, LENGTH, WIDTH))
 
 
-@pytest.mark.parametrize("make", [pytest.param(attention, marks=pytest.mark.long), grouped])
+@pytest.mark.parametrize("make", [attention, grouped])
 def test_attention_on_a_sequence(comm: Any, make: Any) -> None:
     def model() -> Any:
         return over(make(), use_causal_mask=True)
@@ -176,15 +176,10 @@ def test_encoder(comm: Any, sequence: int | None) -> None:
     [
         ({}, None),
         ({"kv_heads": 4, "causal": True}, 1),
-        *(
-            pytest.param(options, sequence, marks=pytest.mark.long)
-            for options, sequence in [
-                ({}, 1),
-                ({"kv_heads": 4, "causal": True}, None),
-                ({"bias": False}, None),
-                ({"bias": False}, 1),
-            ]
-        ),
+        ({}, 1),
+        ({"kv_heads": 4, "causal": True}, None),
+        ({"bias": False}, None),
+        ({"bias": False}, 1),
     ],
 )
 def test_parallel_attention(comm: Any, options: Any, sequence: int | None) -> None:
@@ -197,15 +192,10 @@ def test_parallel_attention(comm: Any, options: Any, sequence: int | None) -> No
     [
         ({}, None),
         ({"gated": True, "activation": "silu"}, 1),
-        *(
-            pytest.param(options, sequence, marks=pytest.mark.long)
-            for options, sequence in [
-                ({}, 1),
-                ({"gated": True, "activation": "silu"}, None),
-                ({"bias": False}, None),
-                ({"bias": False}, 1),
-            ]
-        ),
+        ({}, 1),
+        ({"gated": True, "activation": "silu"}, None),
+        ({"bias": False}, None),
+        ({"bias": False}, 1),
     ],
 )
 def test_parallel_mlp(comm: Any, options: Any, sequence: int | None) -> None:

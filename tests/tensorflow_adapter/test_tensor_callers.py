@@ -67,7 +67,7 @@ class Borrowing(keras.Model):  # type: ignore[misc]
         return self.layer(x)
 
 
-@pytest.mark.parametrize("borrows", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("borrows", [False, True])
 def test_a_layer_called_from_elsewhere_is_warned_of(comm: Any, borrows: bool) -> None:
     """Regression: a user-defined step that called a divided layer silently got a part."""
     model, x = divided(comm), values(3, 6)

@@ -102,7 +102,8 @@ def compare(
 @pytest.mark.parametrize(
     ("causal", "documents"),
     [
-        *((pytest.param(*each, marks=pytest.mark.long)) for each in [(False, None), (True, (0, 5, 6, 11))]),
+        (False, None),
+        (True, (0, 5, 6, 11)),
         (True, None),
         (False, (0, 3, 3, 11)),
     ],
@@ -117,14 +118,14 @@ def test_attention_matches_one_process(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("tokens", [1, 3, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_sequences_of_any_length(comm: Any, method: str, graph: bool, tokens: int) -> None:
     """A sequence may be shorter than the number of ranks: ranks without tokens take part."""
     compare(comm, [drawn(3, tokens, 5, seed) for seed in (1, 2, 3)], method=method, graph=graph, length=tokens)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("heads", [(6, 2), pytest.param((4, 1), marks=pytest.mark.long), (1, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(6, 2), (4, 1), (1, 1)], ids=str)
 def test_grouped_queries(comm: Any, method: str, heads: tuple[int, int]) -> None:
     whole = [drawn(heads[0], 13, 4, 1), drawn(heads[1], 13, 4, 2), drawn(heads[1], 13, 4, 3)]
     compare(comm, whole, method=method)
@@ -140,7 +141,7 @@ def test_values_of_another_width_and_a_scale(comm: Any, method: str, width: int,
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(tf.float32, 1e-5), (tf.bfloat16, 0.05), pytest.param(tf.float16, 0.01, marks=pytest.mark.long)],
+    [(tf.float32, 1e-5), (tf.bfloat16, 0.05), (tf.float16, 0.01)],
 )
 def test_dtypes(comm: Any, method: str, dtype: Any, tolerance: float) -> None:
     whole = [drawn(4, 30, 16, 1), drawn(2, 30, 16, 2), drawn(2, 30, 16, 3)]
@@ -194,7 +195,7 @@ def test_gradients_outside_of_a_function(comm: Any) -> None:
         assert_near(gradient, gradients[0], gradients[0])
 
 
-@pytest.mark.parametrize("method", [pytest.param("all_to_all", marks=pytest.mark.long), "ring"])
+@pytest.mark.parametrize("method", ["all_to_all", "ring"])
 def test_recomputed(comm: Any, method: Any) -> None:
     """Recomputation runs between the steps of another call's backward, in one order on all ranks."""
     layer, x = keras.layers.Dense(4, dtype="float64"), own(drawn(2, 9, 4, 1), comm, "balanced")
@@ -375,10 +376,8 @@ def float64() -> Iterator[None]:
     ("method", "layout", "passes"),
     [
         ("ring", "balanced", 2),
-        *(
-            pytest.param(*options, marks=pytest.mark.long)
-            for options in (("ring", "balanced", None), ("all_to_all", "contiguous", 2))
-        ),
+        ("ring", "balanced", None),
+        ("all_to_all", "contiguous", 2),
     ],
     ids=str,
 )

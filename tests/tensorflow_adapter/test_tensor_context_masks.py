@@ -130,14 +130,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fewer_heads_than_ranks": {"heads": (1, 1), "mask": drawn(1, TOKENS, TOKENS, seed=6), "causal": True},
     "short": {"tokens": 1, "window": (1, 0), "mask": drawn(HEADS, 1, 1, seed=6)},
 }  # fmt: skip
-SELDOM = {"both_sides", "bias", "bias_of_keys", "no_keys", "scale_zero", "negative_scale", "short"}  # as PyTorch's
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.long if case in SELDOM else ()) for case in CASES],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_windows_and_masks_match_one_process(comm: Any, method: str, case: str) -> None:
     """Regression: windows and masks were missing."""
     compare(comm, method=method, **CASES[case])

@@ -69,7 +69,7 @@ def test_layers_with_one_input_share_one_reduction(comm: Any, in_float64: None, 
     )  # of two blocks: the output, and the input's gradient
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("way", ["again", "twice", "two tapes", "sequence"])
 def test_shared_inputs_have_all_their_gradients(comm: Any, in_float64: None, way: str, compiled: bool) -> None:
     """A layer does not reuse a move that its tape would not record."""

@@ -41,7 +41,7 @@ def train(model: Any) -> list[float]:
     return [float(model.train_on_batch(X, Y[:, None, None])) for _ in range(2)]
 
 
-@pytest.mark.parametrize("plan", ["auto", pytest.param(NORMS, marks=pytest.mark.long)], ids=["auto", "plan"])
+@pytest.mark.parametrize("plan", ["auto", NORMS], ids=["auto", "plan"])
 def test_weights_of_features_are_divided_with_them(comm: Any, plan: Any) -> None:
     """Regression: conv-BN-conv was refused. Each channel has its own statistics, and each rank some channels."""
     plain, divided = make(), make()

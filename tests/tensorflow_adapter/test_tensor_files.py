@@ -90,9 +90,9 @@ def freeze(model: Any) -> None:
 @pytest.mark.parametrize(
     ("before", "later"),
     [
-        pytest.param(freeze, None, marks=pytest.mark.long),
+        (freeze, None),
         (freeze_a_variable, freeze),
-        pytest.param(freeze_within, None, marks=pytest.mark.long),
+        (freeze_within, None),
     ],
     ids=["layer", "later", "within"],
 )
@@ -113,7 +113,7 @@ def test_a_gathered_model_keeps_frozen_weights(comm: Any, before: Any, later: An
     close(whole.get_weights(), plain.get_weights())
 
 
-@pytest.mark.parametrize("kind", ["model", pytest.param("weights", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["model", "weights"])
 def test_callbacks_write_the_whole_once(comm: Any, folder: Path, kind: str) -> None:
     """Regression: ModelCheckpoint was refused after the first epoch, despite the documentation."""
     path = "kept{epoch}.keras" if kind == "model" else "kept{epoch}.weights.h5"

@@ -58,8 +58,8 @@ def enable(model: Any, plan: Any, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.long) for kind in list(KINDS)[1:])])
-@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.long), "after"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_gradients_and_weights_match_one_process(comm: Any, kind: str, when: str) -> None:
     """Regression: the whole factor got a part of its gradient, and the other one was not marked as a part."""
     make, plan, x = KINDS[kind]

@@ -85,10 +85,10 @@ def reference(comm: Any, options: Any) -> Any:
 
 
 OPTIONS: Any = [
-    pytest.param({}, marks=pytest.mark.long),
-    pytest.param({"global_clipnorm": 0.05}, marks=pytest.mark.long),  # also covered by replicas
-    pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long),
-    pytest.param({"clipvalue": 0.01}, marks=pytest.mark.long),
+    {},
+    {"global_clipnorm": 0.05},
+    {"clipnorm": 0.02},
+    {"clipvalue": 0.01},
     {"gradient_accumulation_steps": 2},
 ]
 
@@ -158,12 +158,10 @@ def make_with_words() -> Any:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(
-    "style", [Vocabulary(), pytest.param(Column(gather=True), marks=pytest.mark.long)], ids=["words", "features"]
-)
+@pytest.mark.parametrize("style", [Vocabulary(), Column(gather=True)], ids=["words", "features"])
 @pytest.mark.parametrize(
     "options",
-    [{"global_clipnorm": 0.05}, pytest.param({"clipnorm": 0.02}, marks=pytest.mark.long)],
+    [{"global_clipnorm": 0.05}, {"clipnorm": 0.02}],
     ids=["global", "each"],
 )
 def test_replicas_with_embeddings(comm: Any, float64: None, style: Any, options: Any) -> None:

@@ -93,7 +93,7 @@ def close(model: Any, plain: Any) -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", [pytest.param("fit", marks=pytest.mark.long), "own"])
+@pytest.mark.parametrize("way", ["fit", "own"])
 def test_marks_identify_their_mesh(comm: Any, way: str) -> None:
     """Regression: it was an error without mesh=, although marks identify the ranks with the same part."""
     mesh = Mesh(dp=-1, tp=2 if comm.size % 2 == 0 else 1)
@@ -143,7 +143,7 @@ def test_diverging_ranks_are_reported(comm: Any, traced: bool) -> None:
             clipped()
 
 
-@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("traced", [False, True])
 def test_an_optimizer_in_a_user_loop_is_divided(comm: Any, traced: bool) -> None:
     """Regression: only the optimizer of compile was divided, and any other lost its variables."""
     plain, model = make(), make()

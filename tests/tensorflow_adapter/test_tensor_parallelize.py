@@ -65,11 +65,8 @@ def train(model: Any, optimizer: Any, **options: Any) -> Any:
     return model.fit(x, values(12, width, seed=1), batch_size=5, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=pytest.mark.long) if kind in ("sequential", "subclassed") else kind for kind in MODELS],
-)
-@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.long), "adam"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_fit(comm: Any, kind: str, optimizer: str) -> None:
     make, plan = MODELS[kind]
     whole, own = make(), make()
@@ -84,14 +81,7 @@ def test_fit(comm: Any, kind: str, optimizer: str) -> None:
     own.summary(print_fn=lambda *_, **__: None)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"run_eagerly": True}, marks=pytest.mark.long),
-        {"steps_per_execution": 2},
-        pytest.param({"jit_compile": "auto"}, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}, {"jit_compile": "auto"}])
 def test_ways_to_run(comm: Any, options: Any) -> None:
     whole, own = plain(), plain()
     parallelize(own, comm, PLAN)
@@ -114,7 +104,7 @@ def test_compiled_and_run_before(comm: Any) -> None:
     near(own.fit(x, y, verbose=0).history["loss"], whole.fit(x, y, verbose=0).history["loss"])
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision(comm: Any, policy: str) -> None:
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy(policy)
@@ -192,10 +182,9 @@ def with_one_head(how: str, count: int = 0) -> Any:
 
 
 ONE_HEAD: Any = {"q": Column(units=4), "k": Replicate(into_sharded=True), "o": Row(units=4)}
-LONG = [pytest.param(how, marks=pytest.mark.long) for how in ("tile", "broadcast")]
 
 
-@pytest.mark.parametrize("how", ["repeat", *LONG])
+@pytest.mark.parametrize("how", ["repeat", "tile", "broadcast"])
 def test_one_repeated_head(comm: Any, how: str) -> None:
     """Regression: it was refused, because the repeated head had the length of the whole dimension."""
     same(lambda: with_one_head(how), ONE_HEAD, comm, values(2, 5, 4))
@@ -294,7 +283,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("way", ["map", *(pytest.param(way, marks=pytest.mark.long) for way in list(STEPS)[1:])])
+@pytest.mark.parametrize("way", STEPS)
 def test_loops_branches_and_functions(comm: Any, way: str) -> None:
     """Regression: communication in a loop, a branch or a nested function was not ordered with its surroundings."""
 

@@ -137,13 +137,7 @@ OF_BLOCK = {**OF_BLOCK, "m_h": Column(), "m_i": Row()}
 
 @pytest.mark.ranks(max=3)
 class TestPlans:
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"way": "chunk"},
-            *(pytest.param(each, marks=pytest.mark.long) for each in ({"gated": True}, {"way": "parts"})),
-        ],
-    )
+    @pytest.mark.parametrize("options", [{"way": "chunk"}, {"gated": True}, {"way": "parts"}])
     def test_auto(self, tp, options):
         model, plain, text = language_model(**options), language_model(**options), list[str]()
         divided = parallelize(model, tp, "auto", verify=words(), report=text.append)
@@ -179,12 +173,12 @@ class TestPlans:
     @pytest.mark.parametrize(
         ("kind", "way"),
         [
-            pytest.param(one_block, "verify", marks=pytest.mark.long),
-            pytest.param(one_block, "example", marks=pytest.mark.long),
+            (one_block, "verify"),
+            (one_block, "example"),
             (subclassed, "first call"),
-            pytest.param(one_block, "first call", marks=pytest.mark.long),
-            pytest.param(subclassed, "verify", marks=pytest.mark.long),
-            pytest.param(subclassed, "example", marks=pytest.mark.long),
+            (one_block, "first call"),
+            (subclassed, "verify"),
+            (subclassed, "example"),
         ],
     )
     def test_valid_plans(self, tp, way, kind):
@@ -296,9 +290,7 @@ def divided_style(model, name):
 @pytest.mark.ranks(max=3)
 class TestVerify:
     @pytest.mark.ranks(min=2, max=3)
-    @pytest.mark.parametrize(
-        "name", ["m_g/b", *(pytest.param(name, marks=pytest.mark.long) for name in ("m_i", "m_e"))]
-    )
+    @pytest.mark.parametrize("name", ["m_g/b", "m_i", "m_e"])
     def test_a_layer_that_differs_is_named(self, tp, name):
         model, plain = one_block(), one_block()
         divided = parallelize(model, tp, OF_BLOCK)

@@ -47,7 +47,7 @@ def train(model: Any) -> Any:
     return model.fit(x, y, batch_size=3, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 
-@pytest.mark.parametrize(("up", "down"), [(orthogonal, mean), pytest.param(norm, orthogonal, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("up", "down"), [(orthogonal, mean), (norm, orthogonal)])
 def test_regularizers_other_than_sums(comm: Any, up: Any, down: Any) -> None:
     """Regression: they were applied to a rank's part, and so had wrong gradients."""
     whole, own = pair(up, down), pair(up, down)
@@ -164,7 +164,7 @@ def constrained(up: Any = None, down: Any = None, bias: Any = None) -> Any:
     ("up", "down"),
     [
         (keras.constraints.MaxNorm(0.5, axis=0), keras.constraints.UnitNorm(axis=-1)),
-        pytest.param(clipped, keras.constraints.MinMaxNorm(0.2, 0.5, axis=1), marks=pytest.mark.long),
+        (clipped, keras.constraints.MinMaxNorm(0.2, 0.5, axis=1)),
     ],
 )
 def test_constraints_on_parts(comm: Any, up: Any, down: Any) -> None:

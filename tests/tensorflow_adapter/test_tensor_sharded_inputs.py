@@ -99,18 +99,13 @@ FUNCTIONAL = {
     "attention": lambda m, x: L.Attention()([x, x]),
     "pooled": lambda m, x: L.AveragePooling1D(3, 1, "same")(x),
 }
-SOME = ("a mean", "softmax", "halves", "the length", "positions", "nothing", "features", "split and joined")
-
-
-def some(cases: Any) -> Any:
-    return [name if name in SOME else pytest.param(name, marks=pytest.mark.long) for name in cases]
 
 
 def whole(comm: Any) -> Any:
     return tf.constant(values(2, 4 * comm.size, 8))
 
 
-@pytest.mark.parametrize("name", some(WRONG))
+@pytest.mark.parametrize("name", WRONG)
 def test_operations_on_the_whole_sequence_are_refused(comm: Any, name: str) -> None:
     x = whole(comm)
     divided = parallelize(build(WRONG[name], x), comm, PLAN)
@@ -120,14 +115,14 @@ def test_operations_on_the_whole_sequence_are_refused(comm: Any, name: str) -> N
         divided(scatter(x, comm, 1))
 
 
-@pytest.mark.parametrize("name", some(FUNCTIONAL))
+@pytest.mark.parametrize("name", FUNCTIONAL)
 def test_functional_models_refuse_such_operations(comm: Any, name: str) -> None:
     """They are checked when divided or when called, on arbitrary numbers."""
     with pytest.raises(UsageError, match=r"plan: .*(by the caller|differs from the unsharded)"):
         parallelize(functional(FUNCTIONAL[name]), comm, PLAN)(scatter(whole(comm), comm, 1))
 
 
-@pytest.mark.parametrize("name", some(RIGHT))
+@pytest.mark.parametrize("name", RIGHT)
 def test_operations_on_single_positions_pass(comm: Any, name: str) -> None:
     x = whole(comm)
     expected = build(RIGHT[name], x)(x)

@@ -113,7 +113,7 @@ def test_training_continues_from_a_file(comm: Any, folder: Path) -> None:
 
 
 @pytest.mark.ranks(min=4, max=4)
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.long)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_stages(comm: Any, folder: Path, schedule: Any) -> None:
     mesh = Mesh(pp=2, tp=2)
     plain = make()

@@ -127,10 +127,6 @@ VARIABLES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-SHORT = ("an attribute", "a global", "a closure", "a class", "a module of TensorFlow")
-SOME = [door if door in SHORT else pytest.param(door, marks=pytest.mark.long) for door in DOORS]
-
-
 def build(what: Any, door: Any) -> Any:
     model = Model(what, lambda model, value: None)
     model(X)
@@ -147,7 +143,7 @@ def warnings_of(call: Callable[[], Any]) -> list[str]:
     return [str(one.message) for one in caught if "plan" in str(one.message)]
 
 
-@pytest.mark.parametrize("door", SOME)
+@pytest.mark.parametrize("door", DOORS)
 def test_a_stored_part_is_refused(comm: Any, door: str) -> None:
     for what in (mean, part):
         model = parallelize(build(what, DOORS[door][0]), comm, PLAN)
@@ -179,7 +175,7 @@ def test_each_check_refuses_a_stored_part(comm: Any) -> None:
         parallelize(model, comm, "auto", example=X, report=lambda table: None)
 
 
-@pytest.mark.parametrize("door", SOME)
+@pytest.mark.parametrize("door", DOORS)
 def test_stored_whole_values_are_accepted(comm: Any, door: str) -> None:
     """They also train as in one process."""
     model, plain = (build(whole, DOORS[door][0]) for _ in range(2))

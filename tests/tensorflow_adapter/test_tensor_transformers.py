@@ -109,9 +109,9 @@ def bert() -> Any:
     ("make", "inputs"),
     [
         (gpt, 1),
-        pytest.param(llama, 1, marks=pytest.mark.long),
-        pytest.param(grouped, 1, marks=pytest.mark.long),
-        pytest.param(bert, 2, marks=pytest.mark.long),
+        (llama, 1),
+        (grouped, 1),
+        (bert, 2),
     ],
 )
 def test_auto(comm: Any, make: Any, inputs: int) -> None:
@@ -147,7 +147,7 @@ class Tied(keras.Model):  # type: ignore[misc]
 
 @pytest.mark.parametrize(
     "options",
-    [{"logit_soft_cap": 2.0}, pytest.param({"tie_weights": False}, marks=pytest.mark.long)],
+    [{"logit_soft_cap": 2.0}, {"tie_weights": False}],
     ids=["tied", "untied"],
 )
 def test_reversible_embedding(comm: Any, options: Any) -> None:

@@ -109,16 +109,9 @@ def rows() -> Any:
     return tf.constant(values(4, 5, 8))
 
 
-SOME = ("a function", "a length", "a gradient", "if", "while")
-
-
-def some(cases: dict[str, Any]) -> Any:
-    return [name if name in SOME else pytest.param(name, marks=pytest.mark.long) for name in cases]
-
-
 @pytest.mark.ranks(min=2, max=3)
 class TestWrong:
-    @pytest.mark.parametrize("name", some(WRONG))
+    @pytest.mark.parametrize("name", WRONG)
     def test_auto_leaves_the_pair_whole(self, comm: Any, name: str) -> None:
         model = two(WRONG[name])
         try:
@@ -128,7 +121,7 @@ class TestWrong:
         assert not hasattr(model.get_layer("up"), "style")
         near(model(rows()), two(WRONG[name])(rows()))
 
-    @pytest.mark.parametrize("name", some(WRONG))
+    @pytest.mark.parametrize("name", WRONG)
     def test_own_plans_are_refused(self, comm: Any, name: str) -> None:
         """With example= it is refused before anything is divided, otherwise at the first call, which may be traced."""
         model = build(WRONG[name])
@@ -156,7 +149,7 @@ class TestWrong:
         assert len(messages) == (comm.rank == 0)
         assert all("PyFunc" in text and "test_tensor_unknown.py:" in text for text in messages)
 
-    @pytest.mark.parametrize("name", some(DECIDED))
+    @pytest.mark.parametrize("name", DECIDED)
     def test_a_condition_on_a_part(self, comm: Any, name: str) -> None:
         """Regression: a condition that agreed on the first batch was accepted, and later ones differed among ranks."""
         model, plain = build(DECIDED[name]), build(DECIDED[name])
@@ -193,8 +186,8 @@ class TestWrong:
 
 @pytest.mark.ranks(max=3)
 class TestRight:
-    @pytest.mark.parametrize("way", ["example", pytest.param("first call", marks=pytest.mark.long)])
-    @pytest.mark.parametrize("name", some(RIGHT))
+    @pytest.mark.parametrize("way", ["example", "first call"])
+    @pytest.mark.parametrize("name", RIGHT)
     def test_valid_operations_pass_without_a_warning(self, comm: Any, name: str, way: str) -> None:
         model, plain = build(RIGHT[name]), build(RIGHT[name])
         with warnings.catch_warnings(record=True) as caught:

@@ -20,7 +20,7 @@ __all__ = ["in_float64"]  # a fixture
 
 L = keras.layers
 PLAN: Plan = {"up": Column(), "down": Row()}
-LOOKED_AT = ["a graph", "verify", *(pytest.param(one, marks=pytest.mark.long) for one in ("a call", "example"))]
+LOOKED_AT = ["a graph", "verify", "a call", "example"]
 X = tf.constant(values(3, 5, 8))
 
 
@@ -89,9 +89,7 @@ def state(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("looked_at", LOOKED_AT)
-@pytest.mark.parametrize(
-    "shape, learns", [((), True), pytest.param((5, 1), False, marks=pytest.mark.long)], ids=["a scalar", "frozen"]
-)
+@pytest.mark.parametrize("shape, learns", [((), True), ((5, 1), False)], ids=["a scalar", "frozen"])
 @pytest.mark.ranks(min=2)
 def test_errors_hidden_by_zeros_are_refused(comm: Any, shape: tuple[int, ...], learns: bool, looked_at: str) -> None:
     model = build(spectrum, shape)
@@ -103,9 +101,7 @@ def test_errors_hidden_by_zeros_are_refused(comm: Any, shape: tuple[int, ...], l
         assert all(np.array_equal(one, other) for one, other in zip(state(model), before, strict=True))
 
 
-@pytest.mark.parametrize(
-    "dtype", ["mixed_bfloat16", *(pytest.param(one, marks=pytest.mark.long) for one in ("float32", "bfloat16"))]
-)
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "float32", "bfloat16"])
 @pytest.mark.ranks(min=2)
 def test_errors_hidden_by_zeros_of_any_dtype_are_refused(comm: Any, dtype: str) -> None:
     with pytest.raises(UsageError, match="differs"):
@@ -119,7 +115,7 @@ def test_auto_leaves_pairs_behind_zeros_whole(comm: Any) -> None:
         tried(comm, build(spectrum), "example", "auto")
 
 
-@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("looked_at", LOOKED_AT)
 def test_valid_models_may_have_zeros(comm: Any, looked_at: str, lora: bool) -> None:
     """Each weight keeps its value, and the model trains like the plain one."""
@@ -166,7 +162,7 @@ def test_user_gradients_use_the_zeros(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("looked_at", LOOKED_AT)
-@pytest.mark.parametrize("fails", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.parametrize("fails", [True, False])
 def test_zeros_stay_if_other_values_fail(comm: Any, fails: bool, looked_at: str) -> None:
     plain, model = (Turned(fails) for _ in range(2))
     for one in (plain, model):

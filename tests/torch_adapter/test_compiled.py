@@ -28,7 +28,7 @@ def steps_alone(comm: Any, count: int) -> list[Tensor]:
     return parameters_of(alone)
 
 
-@pytest.mark.parametrize("wrapper", ["optimizer", pytest.param("module", marks=pytest.mark.long)])
+@pytest.mark.parametrize("wrapper", ["optimizer", "module"])
 def test_a_whole_step(comm: Any, wrapper: str) -> None:
     """Regression: the compiler traced into the core and the allocation of shared memory."""
     torch.compiler.reset()
@@ -112,7 +112,7 @@ def test_a_step_of_a_pipeline(comm: Any) -> None:
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("wrapper", ["optimizer", pytest.param("module", marks=pytest.mark.long)])
+@pytest.mark.parametrize("wrapper", ["optimizer", "module"])
 def test_compiled_autograd_is_refused_by_name(comm: Any, wrapper: str) -> None:
     """It does not signal the end of a backward: gradients stayed local until the step, or for good."""
     torch.compiler.reset()
@@ -144,8 +144,8 @@ def test_importing_the_adapter_does_not_load_the_compiler() -> None:
     assert run.stdout.split() == ["False", "True"], run.stdout
 
 
-@pytest.mark.parametrize("kind", ["wrapped", pytest.param("in place", marks=pytest.mark.long)])
-@pytest.mark.parametrize("plan", ["auto", pytest.param("named", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["wrapped", "in place"])
+@pytest.mark.parametrize("plan", ["auto", "named"])
 def test_a_divided_model_can_be_compiled(comm: Any, kind: str, plan: str) -> None:
     """Regression: the checks were traced with the model, and layers had unknown names."""
     torch.compiler.reset()

@@ -137,7 +137,7 @@ RESUMED = [
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_the_same_to_the_last_bit(comm: Any, name: str, overlap: bool) -> None:
     """Regression: the first step was uncompressed, draws restarted, and buckets changed: errors of 1e-4 to 4e-2."""

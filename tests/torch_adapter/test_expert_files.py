@@ -71,7 +71,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "foreach": lambda ps: O.Adam(ps, 0.01, foreach=True),
     "fused": lambda ps: O.Adam(ps, 0.01, fused=True),
 }
-OFTEN = ("amsgrad", "RMSprop", "SGD", "ASGD", "own")
 
 
 def build(comm: Any, seed: int = 1) -> Any:
@@ -99,9 +98,7 @@ def same(comm: Communicator, path: Path) -> str:
     return str(comm.broadcast_object(str(path)))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in MAKERS]
-)
+@pytest.mark.parametrize("name", MAKERS)
 def test_a_loaded_file_continues_training(comm: Communicator, tmp_path: Path, name: str) -> None:
     """Regression: Amsgrad's maxima and RMSprop's state were lost: the next step raised KeyError or started afresh."""
     if comm.size == 3:

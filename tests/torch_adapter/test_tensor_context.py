@@ -172,7 +172,7 @@ def test_autocast(comm: Any) -> None:
         assert attention(x, x, x, comm).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("method", ["ring", pytest.param("all_to_all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_recomputed_and_compiled(comm: Any, method: Any) -> None:
     layer, x = torch.nn.Linear(4, 4).double(), own(drawn(2, 9, 4, 1), comm, "balanced")
 

@@ -159,7 +159,7 @@ def test_masks_of_other_dtypes(comm: Any, method: str, dtype: torch.dtype, near:
         compare(comm, kv, values=values, method=method, dtype=dtype, near=near, mask=mask, window=(5, 0))
 
 
-@pytest.mark.parametrize("method", ["ring", pytest.param("all_to_all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_long_windows_and_short_sequences(comm: Any, method: str) -> None:
     """Blocks inside a window need no masks; a rank may have no tokens."""
     compare(comm, tokens=700, window=(300, 0), method=method)

@@ -89,8 +89,8 @@ def close(got: Any, expected: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["sgd", pytest.param("adamw", marks=pytest.mark.long)])
-@pytest.mark.parametrize("plan", ["auto", pytest.param(PLAN, marks=pytest.mark.long)], ids=["auto", "plan"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("plan", ["auto", PLAN], ids=["auto", "plan"])
 def test_a_resnet_trains_as_in_one_process(comm: Any, plan: Any, kind: str) -> None:
     """Each channel has its own statistics, and each rank some channels; their number is odd here."""
     plain, model = ResNet(), ResNet()
@@ -161,7 +161,7 @@ EVERY: dict[str, Any] = {
 
 @pytest.mark.ranks(max=4)
 @pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("plan", ["auto", pytest.param("first call", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["auto", "first call"])
 def test_each_kind_of_layer(comm: Any, kind: str, plan: str) -> None:
     """`auto` divides each kind; a plan on a divided model is checked at the first call."""
     plain, x = between(*EVERY[kind]()), images()

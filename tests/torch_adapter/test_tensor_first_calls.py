@@ -456,7 +456,7 @@ def compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_is_checked(comm: Any, backend: str) -> None:
     """Regression: a model compiled before its first call was never checked."""
     plain, model = build(comm)

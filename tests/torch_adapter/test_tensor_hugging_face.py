@@ -94,9 +94,7 @@ KINDS = {
         | {"image_size": 16, "patch_size": 4, "num_labels": 10, **NO_DROPOUT},
     ),
 }
-USUAL = ("llama", "gpt2", "bert", "bloom")
-EVERY = [pytest.param(name, marks=() if name in USUAL else (pytest.mark.long,)) for name in KINDS]
-CAUSAL = [one for one in EVERY if one.values[0] not in ("bert", "vit")]
+CAUSAL = [name for name in KINDS if name not in ("bert", "vit")]
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +174,7 @@ def assert_is_divided(models: Pair) -> None:
     assert own / whole <= 0.55
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", KINDS)
 def test_auto_divides_a_model(kept, name):
     """Regression: angles of RoPE, empty caches and tied biases left 0.67 to 0.97 of it on each rank, of BERT all."""
     models = kept(name)
@@ -206,7 +204,7 @@ def test_generates_the_same(kept, name):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", KINDS)
 def test_gradient_checkpointing(kept, name, use_reentrant):
     models = kept(name)
     for model in models:
@@ -279,7 +277,7 @@ def assert_trained_alike(models: Pair, trainers: list[Any]) -> None:
         assert_equal(value, plain[name], name, 1e-9)  # AdamW divides by roots of squares of gradients
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_trainer_trains_divided_models(axis, tmp_path, name):
     """Its clipping is PyTorch's, over parts; saving would write one rank's parts, and is refused."""
     words = torch.randint(1, WORDS, (8, TOKENS), generator=torch.Generator().manual_seed(2))

@@ -161,7 +161,7 @@ DIMENSIONS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("looked_at", ["a call", pytest.param("example", marks=pytest.mark.long)])
+@pytest.mark.parametrize("looked_at", ["a call", "example"])
 @pytest.mark.parametrize("name", DIMENSIONS)
 def test_another_dimension_is_another_kind(comm: Any, name: str, looked_at: str) -> None:
     """Regression: the same operations ran in a call without gradients, along the divided dimension."""

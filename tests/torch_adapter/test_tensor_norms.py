@@ -59,7 +59,7 @@ CLIPS: dict[str, Callable[[nn.Module, float, float], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [2.0, *(pytest.param(kind, marks=pytest.mark.long) for kind in (1, 3.0)), math.inf])
+@pytest.mark.parametrize("kind", [2.0, 1, 3.0, math.inf])
 @pytest.mark.parametrize("way", CLIPS)
 def test_norms_of_pytorch_match_whole_weights(comm: Any, way: str, kind: float) -> None:
     """Regression: each rank used its own parts, and scaled whole weights by a different factor: LayerNorms diverged."""

@@ -95,7 +95,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("name", ["up", pytest.param("down", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["up", "down"])
 @pytest.mark.parametrize("text", WAYS)
 def test_later_additions_are_refused_by_name(comm: Any, text: str, name: str) -> None:
     """Regression: after the first call sizes did not match, or weights silently differed among ranks."""

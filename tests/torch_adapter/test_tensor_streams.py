@@ -190,7 +190,7 @@ class Language(nn.Module):
 
 @pytest.mark.parametrize(
     ("backend", "sequence"),
-    [("eager", 1), *(pytest.param(*each, marks=pytest.mark.long) for each in [("eager", None), ("aot_eager", 1)])],
+    [("eager", 1), ("eager", None), ("aot_eager", 1)],
 )
 def test_compiled_models(mesh, tp, backend, sequence):
     """Graphs break at communication; values, gradients and random streams stay the same in every batch."""

@@ -169,7 +169,7 @@ class TestChoices:
     """Regression: a condition on a part was accepted, because the first batch gave the same result on all ranks."""
 
     @pytest.mark.parametrize("name", CHOICES)
-    @pytest.mark.parametrize("how", ["first call", "example", pytest.param("verify", marks=pytest.mark.long)])
+    @pytest.mark.parametrize("how", ["first call", "example", "verify"])
     def test_warn(self, tp: Any, how: str, name: str) -> None:
         model = build(Mlp, CHOICES[name])
         plain = copy.deepcopy(model)

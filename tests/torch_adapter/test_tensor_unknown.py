@@ -182,15 +182,9 @@ def rows() -> Tensor:
     return torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-FIRST = list(WRONG)[:14]
-"""The others are neighbours of these."""
-
-EVERY = [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in WRONG]
-
-
 @pytest.mark.ranks(min=2, max=3)
 class TestWrong:
-    @pytest.mark.parametrize("name", EVERY)
+    @pytest.mark.parametrize("name", WRONG)
     def test_auto_leaves_the_pair_whole(self, tp: Any, name: str) -> None:
         reports: list[str] = []
         model = build_model(Two, WRONG[name])
@@ -201,7 +195,7 @@ class TestWrong:
             assert "test_tensor_unknown.py:" in reason(reports[0], "first.up"), reports[0]
         is_right(plain, model, rows())
 
-    @pytest.mark.parametrize("name", EVERY)
+    @pytest.mark.parametrize("name", WRONG)
     def test_own_plans_are_refused(self, tp: Any, name: str) -> None:
         """With example= it is refused before anything is divided, otherwise at the first call."""
         model = build_model(Mlp, WRONG[name])
@@ -215,7 +209,7 @@ class TestWrong:
 
 @pytest.mark.ranks(max=3)
 class TestRight:
-    @pytest.mark.parametrize("way", ["example", pytest.param("verify", marks=pytest.mark.long), "first call"])
+    @pytest.mark.parametrize("way", ["example", "verify", "first call"])
     @pytest.mark.parametrize("name", [name for name in RIGHT if name != "a condition"])  # one bit proves nothing
     def test_valid_operations_pass_without_a_warning(self, tp: Any, name: str, way: str) -> None:
         model = build_model(Mlp, RIGHT[name])

@@ -21,17 +21,11 @@ from tests.oracles.oracle import REDUCIBLE
 # Ranks, and the node of each.
 ONE_NODE = [[0] * size for size in range(1, 6)]
 LAYOUTS = [*ONE_NODE, [0, 1], [0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1, 2]]
-FOUR = [[0], [0, 0, 0], [0, 1], [0, 1, 0, 1, 2]]  # for tests of every dtype
 # 1 KiB slots: even small arrays go through the node kernels in many pieces.
 CONFIG = Config(timeout=10, slot_kib=1)
 FEW = ("float32", "bfloat16", "int8", "bool", "complex64")
 
 layouts = pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(map(str, nodes)))
-four_layouts = pytest.mark.parametrize(
-    "nodes",
-    [pytest.param(nodes, marks=() if nodes in FOUR else pytest.mark.long) for nodes in LAYOUTS],
-    ids=lambda nodes: "".join(map(str, nodes)),
-)
 
 
 def each(verb: str) -> pytest.MarkDecorator:
@@ -49,7 +43,7 @@ def spread(nodes: list[int], function: Any) -> None:
     run(len(nodes), function, nodes=nodes, config=CONFIG)
 
 
-@four_layouts
+@layouts
 def test_all_reduce_supports_every_dtype(nodes):
     def check(comm):
         for dtype, op in REDUCIBLE:
@@ -59,7 +53,7 @@ def test_all_reduce_supports_every_dtype(nodes):
     spread(nodes, check)
 
 
-@four_layouts
+@layouts
 def test_other_reductions_support_every_dtype(nodes):
     def check(comm):
         for dtype, op in REDUCIBLE:

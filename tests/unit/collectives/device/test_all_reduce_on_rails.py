@@ -22,16 +22,7 @@ CONFIG = Config(timeout=10, device_slot_kib=64, staging_kib=8)  # larger arrays 
 CLUSTERS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 2, 2])
 
 clusters = pytest.mark.parametrize("nodes", CLUSTERS, ids=lambda nodes: "".join(map(str, nodes)))
-verbs = pytest.mark.parametrize(
-    "verb",
-    [
-        "all_to_all",
-        *(
-            pytest.param(verb, marks=pytest.mark.long)
-            for verb in ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
-        ),
-    ],
-)
+verbs = pytest.mark.parametrize("verb", ["all_to_all", "all_reduce", "broadcast", "all_gather", "reduce_scatter"])
 ways = pytest.mark.parametrize("devices", [(), ("late",)], ids=["staged", "direct"])
 
 
@@ -49,7 +40,7 @@ def all_rails(monkeypatch):
     monkeypatch.setattr(rails, "RAIL_BYTES", 1)
 
 
-@pytest.fixture(params=["all rails", pytest.param("one rail", marks=pytest.mark.long)])
+@pytest.fixture(params=["all rails", "one rail"])
 def number_of_rails(request, monkeypatch):
     if request.param == "one rail":
         monkeypatch.setattr(rails, "RAIL_BYTES", 1 << 30)

@@ -21,7 +21,7 @@ from tests.oracles.oracle import REDUCIBLE
 CONFIG = Config(timeout=10, device_slot_kib=64)  # larger arrays go through the slots in pieces
 SIZES = ((), (0,), (5, 3), (3000,), (70_001,))
 
-ranks = pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+ranks = pytest.mark.parametrize("size", [2, 3, 4])
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["within reach", "out of reach"])

@@ -26,12 +26,7 @@ CLUSTERS = [
     [0, 0, 1, 1, 2, 2],
     [1, 0, 0, 0, 1],
 ]
-OFTEN = ([0, 0, 1, 1], [0, 1, 0, 2, 1], [1, 0, 0, 0, 1])  # the others in the full run
-clusters = pytest.mark.parametrize(
-    "nodes",
-    [pytest.param(nodes, marks=() if nodes in OFTEN else pytest.mark.long) for nodes in CLUSTERS],
-    ids=lambda nodes: "".join(map(str, nodes)),
-)
+clusters = pytest.mark.parametrize("nodes", CLUSTERS, ids=lambda nodes: "".join(map(str, nodes)))
 
 
 def everything(comm, dtype, count):

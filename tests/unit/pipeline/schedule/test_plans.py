@@ -14,9 +14,7 @@ from commlib.pipeline.schedule.versions import count_versions, versions
 GOLDEN = Path(__file__).parents[3] / "golden" / "pipeline"
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4, 5, 8) for microbatches in (1, 2, 3, 5, 8, 16, 17)]
 SOME = [*(sizes for sizes in SIZES if sizes[0] in (1, 2, 3, 5) and sizes[1] <= 8), (4, 8), (4, 16), (8, 17)]
-each_size = pytest.mark.parametrize(
-    "sizes", [pytest.param(SOME, id="some"), pytest.param(SIZES, id="all", marks=pytest.mark.long)]
-)
+each_size = pytest.mark.parametrize("sizes", [pytest.param(SOME, id="some"), pytest.param(SIZES, id="all")])
 # As drawn in their papers: name, ranks, microbatches, and the times of F, I and W there.
 PICTURES = [
     ("gpipe", 4, 4, (1, 1, 0)),  # GPipe, figure 2c
