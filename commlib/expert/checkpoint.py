@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from commlib.checkpoint.packed_state import open_npz
 from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.dtypes import NUMPY, Array
@@ -64,7 +65,7 @@ def write(ranks: ExpertRanks, path: Path, layers: Sequence[Layer]) -> None:
 def read(path: Path) -> list[dict[str, Array]]:
     """Return the layers in a file. Raises UsageError if it is not a file of `write`."""
     try:
-        with np.load(path) as archive:
+        with open(path, "rb") as file, open_npz(file) as archive:
             kinds = json.loads(bytes(archive[_KINDS]))
             layers: list[dict[str, Array]] = [{} for _ in {name.partition("/")[0] for name in kinds}]
             for name, kind in kinds.items():
