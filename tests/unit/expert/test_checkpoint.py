@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commlib.errors import UsageError
-from commlib.expert.checkpoint import MOMENTUM, UPDATE, check_states, momentum, read
+from commlib.expert.checkpoint import MOMENTUM, UPDATE, check, check_states, momentum, read
 
 GRADIENTS = np.array([1.0, -2.0])
 
@@ -41,7 +41,16 @@ def test_state_of_another_optimizer_is_refused() -> None:
         check_states(file, [{"router": ("update",)}], "SGD")
     with pytest.raises(UsageError, match="the optimizer state of router in the file is none, but Adam keeps first"):
         check_states([{"router": GRADIENTS}], [{"router": ("first", "second")}], "Adam")
+    with pytest.raises(UsageError, match=r"layer 0 \(block\.moe\): the optimizer state .* but SGD keeps none\. Give"):
+        check_states(file, [{"router": ()}], "SGD", ["block.moe"])
     check_states([{"router/momentum": GRADIENTS}], [{"router": ("update",)}], "SGD")
+
+
+def test_layers_of_another_model_are_named() -> None:
+    with pytest.raises(UsageError, match=r"layer 0 \(block\.moe\): router has shape \[2\], expected \[3\]"):
+        check([{"router": GRADIENTS}], [{"router": (3,)}], ["block.moe"])
+    with pytest.raises(UsageError, match="layer 0: the file has no shared: it has another kind of expert"):
+        check([{"router": GRADIENTS}], [{"shared": (3,)}])
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
