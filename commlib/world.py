@@ -202,11 +202,9 @@ def _leave() -> str:
 
 
 def _find_board() -> ErrorBoard | None:
-    """Return the folder in which failing ranks agree which of them reports; None: all of them do."""
+    """Return the folder in which failing ranks agree which of them reports; None without one."""
     watch = None if _world is None else _world.runtime.hang_watch
-    if watch is None or watch.errors is None or (_world is not None and _world.config.traceback == "full"):
-        return None
-    return ErrorBoard(watch.errors, watch.hangs)
+    return None if watch is None or watch.errors is None else ErrorBoard(watch.errors, watch.hangs)
 
 
 def _become_child() -> None:
