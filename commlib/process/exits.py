@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -113,23 +114,22 @@ def _watch_exits(world: Callable[[], Any]) -> None:
     def exit(status: Any = None, /) -> NoReturn:
         global _last_exit
         if threading.current_thread() is threading.main_thread():
-            _last_exit = _note_exit(status, _count_calls(world()))
+            with suppress(Exception):  # the note must not keep the program from its end
+                _last_exit = _note_exit(status, sys._getframe().f_back, _count_calls(world()))
         plain(status)
 
     sys.exit = exit
 
 
-def _note_exit(status: Any, calls: int) -> _Exit | None:
+def _note_exit(status: Any, frame: FrameType | None, calls: int) -> _Exit | None:
     code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
     if code == 0:
         return None
-    caller = sys._getframe(2)
-    frame: FrameType | None = caller
     while frame is not None and not is_users(frame.f_code.co_filename):  # such as argparse
         frame = frame.f_back
-    frame = frame or caller
     call = f"sys.exit({int(status)})" if isinstance(status, int) else "sys.exit with a message"
-    return _Exit(code, f"called {call} in {frame.f_code.co_filename}, line {frame.f_lineno}", calls)
+    place = f" in {frame.f_code.co_filename}, line {frame.f_lineno}" if frame is not None else ""
+    return _Exit(code, f"called {call}{place}", calls)
 
 
 def _count_calls(world: Any) -> int:
