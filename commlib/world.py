@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from commlib import cuda_aware_mpi
-from commlib.config.file import find_settings
+from commlib.config.file import check_unchanged, find_settings
 from commlib.config.settings import Config, Settings
 from commlib.errors import CommlibError, MismatchError, UsageError
 from commlib.launch.launcher_match import check_launcher
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from commlib.transport.mpi import MpiTransport
 
 _world: Communicator | None = None
+_settings = Settings(Config(), {})  # of `_world`, with their origins
 _before: Runtime | None = None  # runtime of the last world, with memory that all ranks have yet to free together
 _joining = False  # True while other ranks may wait for this one in `init`
 
@@ -41,7 +42,8 @@ def init(
             (`commlib.config.file`) gives.
 
     Raises:
-        UsageError: For a bad setting on any rank, on all ranks; in a forked child.
+        UsageError: For a bad setting on any rank, on all ranks; in a forked child; for a later call whose `defaults`
+            would change a setting.
         MismatchError: For settings that differ, on all ranks.
         TransportError: If there is no usable MPI, or if the launcher belongs to another MPI.
 
@@ -57,6 +59,8 @@ def init(
     if _world is not None:
         if comm is not None or transport is not None:
             raise UsageError("init: commlib is initialised already; use world().split for other groups")
+        if defaults:
+            check_unchanged(_settings, defaults)
         return _world
     exits.hook(
         lambda: _world, _leave, _become_child, _find_board
@@ -73,12 +77,13 @@ def init(
 
 
 def _join(comm: Any, transport: Transport | None, defaults: Mapping[str, str]) -> Communicator:
+    global _settings
     bad = ""
     try:
         resolved = find_settings(os.environ, defaults)
     except UsageError as error:
         resolved, bad = Settings(Config(), {}), str(error)  # start MPI anyway: to inform the others
-    settings = resolved.config
+    _settings, settings = resolved, resolved.config
     _set_up_logging(settings.log_level)
     if settings.kernels:
         os.environ["COMMLIB_KERNELS"] = settings.kernels  # perhaps from the file, which kernels do not read
@@ -197,11 +202,9 @@ def _leave() -> str:
 
 
 def _find_board() -> ErrorBoard | None:
-    """Return the folder in which failing ranks agree which of them reports; None: all of them do."""
+    """Return the folder in which failing ranks agree which of them reports; None without one."""
     watch = None if _world is None else _world.runtime.hang_watch
-    if watch is None or watch.errors is None or (_world is not None and _world.config.traceback == "full"):
-        return None
-    return ErrorBoard(watch.errors, watch.hangs)
+    return None if watch is None or watch.errors is None else ErrorBoard(watch.errors, watch.hangs)
 
 
 def _become_child() -> None:

@@ -4,9 +4,12 @@ Operations have names, and ranks may call them in any order. `allreduce` average
 `commlib_tensorflow.all_reduce` sums. For Keras see `commlib_tensorflow.keras`.
 """
 
+import typing as _typing
+
 from commlib import __version__
 from commlib import horovod as _core
 from commlib.horovod import *
+from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib_tensorflow import elastic
 from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.broadcast import __all__ as _broadcast_names
@@ -32,3 +35,8 @@ __all__ += _core.__all__
 __all__ += _broadcast_names
 __all__ += _operations.__all__
 __all__ += _queries.__all__
+
+if not _typing.TYPE_CHECKING:  # type checkers have the names
+
+    def __getattr__(name: str) -> object:
+        raise _missing_attribute(f"module {__name__!r}", name, __all__)

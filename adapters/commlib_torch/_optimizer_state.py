@@ -84,7 +84,8 @@ def _order(optimizer: torch.optim.Optimizer, names: Mapping[int, list[str]]) -> 
     for parameter in order:
         if id(parameter) not in names and (parameter.numel() or parameter.requires_grad):
             raise UsageError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in this pipeline"
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not among the parameters "
+                "of this model: use an optimizer of the model, and give all of its named_parameters()"
             )
     return [names.get(id(parameter), []) for parameter in order]
 

@@ -4,9 +4,12 @@ Operations have names, and ranks may call them in any order. `allreduce` average
 `commlib_torch.all_reduce` sums.
 """
 
+import typing as _typing
+
 from commlib import __version__
 from commlib import horovod as _core
 from commlib.horovod import *
+from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib_torch import elastic
 from commlib_torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from commlib_torch.compression import Compression
@@ -33,3 +36,8 @@ __all__ = [
 __all__ += _core.__all__
 __all__ += _movement.__all__
 __all__ += _reductions.__all__
+
+if not _typing.TYPE_CHECKING:  # type checkers have the names
+
+    def __getattr__(name: str) -> object:
+        raise _missing_attribute(f"module {__name__!r}", name, __all__)

@@ -164,7 +164,7 @@ def DistributedOptimizer(
         wrapped._start_adasum(everything, compression, process_set)
         return cast(WrappedOptimizer, optimizer)
     options = Options(
-        op=reduction_name(op),
+        op=reduction_name(op, adasum=True),
         bucket_cap_mib=bucket_cap_mib,
         first_bucket_mib=first_bucket_mib,
         passes_per_step=backward_passes_per_step,

@@ -199,11 +199,15 @@ class Checkpoint:
             index = json.loads((folder / folders.INDEX).read_text())
             for name, part in self.parts.items():
                 if (writer := find_writer(index, name, comm.rank, comm.size)) is not None:
-                    with open(folder / file_name(name, writer), "rb") as file:
-                        loaded[name] = packed_state.read(file)
-                    expected = index.get("digests", {}).get(file_name(name, writer))
+                    own_file = file_name(name, writer)
+                    with open(folder / own_file, "rb") as file:
+                        try:
+                            loaded[name] = packed_state.read(file)
+                        except (KeyError, ValueError) as error:
+                            raise CommlibError(f"{own_file} is not a file written by Checkpoint: {error}") from error
+                    expected = index.get("digests", {}).get(own_file)
                     if expected is not None and packed_state.digest(loaded[name], name) != expected:
-                        raise CommlibError(f"{file_name(name, writer)} does not match its digest in the index")
+                        raise CommlibError(f"{own_file} does not match its digest in the index")
                 elif part.is_needed:
                     raise UsageError(
                         f"each of {index['ranks']} ranks saved a different {name}, but this job has {comm.size} ranks: "

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
@@ -96,5 +98,25 @@ def write(file: BinaryIO, state: Any, name: str) -> None:
 
 def read(file: BinaryIO) -> Any:
     """Read the state from a file of `write`, with `PackedTensor` tensors. Raises OSError, ValueError."""
-    with np.load(file, allow_pickle=False) as parts:
+    with open_npz(file) as parts:
         return _unfold(json.loads(parts[_LAYOUT].tobytes()), lambda number: parts[str(number)])
+
+
+@contextmanager
+def open_npz(file: BinaryIO) -> Iterator[Mapping[str, Array]]:
+    """Open a file of arrays. Raises OSError; ValueError if it is damaged, or if it is another file.
+
+    numpy's errors recommend to allow pickles, which could run any program.
+    """
+    try:
+        if not is_zipfile(file):
+            raise ValueError("it is not an npz file, or not complete")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as parts:
+            yield parts
+    except (ValueError, EOFError, BadZipFile) as error:
+        if "allow_pickle" in str(error):
+            raise ValueError("it has Python objects, which commlib neither writes nor loads") from None
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"it is damaged: {error}") from error

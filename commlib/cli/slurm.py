@@ -158,13 +158,16 @@ for _name, _help in (("run", RUN), ("bench", BENCH)):
 def wait_for(
     number: Annotated[str, typer.Argument(metavar="JOB", help="the number of a job")],
     folder: Annotated[Path, typer.Option(help="folder of its files")] = FOLDER,
+    patience: Annotated[
+        float | None, typer.Option(min=0, help="seconds without an answer of Slurm before an error (default: 900)")
+    ] = None,
 ) -> None:
     """Wait for a job submitted before, and end with its exit code."""
     if not number.isdecimal():
         raise typer.BadParameter(f"{number!r}: expected the number of a job")
     if not folder.is_dir():
         raise typer.BadParameter(f"there is no folder {folder}: expected the folder of the job's files")
-    _wait(number, folder)
+    _wait(number, folder, patience)
 
 
 def _submit(text: str, folder: Path) -> str:
@@ -177,19 +180,22 @@ def _submit(text: str, folder: Path) -> str:
     return number
 
 
-def _wait(number: str, folder: Path) -> None:
+def _wait(number: str, folder: Path, patience: float | None = None) -> None:
     """Wait for a job, show the end of its output, and end with its exit code."""
     from commlib.console import progress
     from commlib.slurm import client, results
     from commlib.slurm.states import summary
 
+    again = shlex.join(["commlib", "slurm", "wait", number, "--folder", str(folder)])
     try:
         with progress.show_changes(f"job {number}") as report:
-            tasks = client.wait_for_job(number, report)
+            tasks = client.wait_for_job(number, report, patience=client.PATIENCE if patience is None else patience)
     except KeyboardInterrupt:
-        again = shlex.join(["commlib", "slurm", "wait", number, "--folder", str(folder)])
         typer.echo(f"job {number} continues: `{again}` waits for it, `scancel {number}` ends it", err=True)
         raise typer.Exit(130) from None
+    except client.UnreachableError as error:
+        typer.echo(f"commlib slurm: {error}; this does not end job {number}: `{again}` waits for it", err=True)
+        raise typer.Exit(1) from None
     except CommlibError as error:
         typer.echo(f"commlib slurm: {error}", err=True)
         raise typer.Exit(1) from None

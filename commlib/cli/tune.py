@@ -61,8 +61,9 @@ def _tune(named: Path | None, seconds: float, device: str) -> None:
     import commlib
 
     comm = commlib.init()  # reports problems with MPI, where the next import would only fail
-    from commlib.tune.measure import measure, measure_on
+    from commlib.tune.measure import check_ranks, measure, measure_on
 
+    check_ranks(comm)
     path, private = named or default_path(), named is None
     known = Table()
 

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from commlib import folders
-from commlib.config.settings import CONFIG_FILE, Config, Settings, from_value, read_environment, unknown_settings
+from commlib.config.settings import (
+    CONFIG_FILE,
+    Config,
+    Settings,
+    from_value,
+    read_environment,
+    unknown_settings,
+    variable,
+)
 from commlib.errors import UsageError
 
 NONE = "none"  # as COMMLIB_CONFIG: read no file
@@ -29,7 +37,7 @@ def find_settings(environment: Mapping[str, str] = os.environ, defaults: Mapping
     Raises UsageError for an unknown name or a bad value in any of them, and for a file that cannot be used.
     """
     defaults = defaults or {}
-    given = read_environment(defaults, "the program's default")
+    given = _read_defaults(defaults)
     origins = dict.fromkeys(given, "program")
     path = find_file({**defaults, **environment})
     if path is not None:
@@ -39,7 +47,38 @@ def find_settings(environment: Mapping[str, str] = os.environ, defaults: Mapping
     from_environment = read_environment(environment)
     given |= from_environment
     origins |= dict.fromkeys(from_environment, "environment")
-    return Settings(Config(**given), origins)
+    return Settings(Config(**given), origins, path)
+
+
+def check_unchanged(
+    in_force: Settings, defaults: Mapping[str, str], environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise UsageError for bad `defaults`, and for those given too late to change a setting in force.
+
+    Those that the environment or the file takes precedence over are right.
+    """
+    from commlib.config.rows import value_text
+
+    given = _read_defaults(defaults)
+    changed = {
+        variable(name): (getattr(in_force.config, name), value)
+        for name, value in given.items()
+        if in_force.origins.get(name, "program") == "program"
+    }
+    if CONFIG_FILE in defaults and CONFIG_FILE not in environment:
+        changed[CONFIG_FILE] = in_force.file or NONE, find_file({**environment, **defaults}) or NONE
+    for name, (now, new) in changed.items():
+        if now != new:
+            raise UsageError(
+                f"init: commlib is initialised already with {name}={value_text(now)}, but the argument defaults has "
+                f"{value_text(new)}: give defaults to the first commlib.init, or call commlib.shutdown before"
+            )
+
+
+def _read_defaults(defaults: Mapping[str, str]) -> dict[str, Any]:
+    if unknown := sorted(str(name) for name in defaults if not str(name).startswith("COMMLIB_")):
+        raise unknown_settings(unknown, [*(variable(setting.name) for setting in fields(Config)), CONFIG_FILE])
+    return read_environment(defaults, "the program's default")
 
 
 def find_file(environment: Mapping[str, str] = os.environ) -> Path | None:

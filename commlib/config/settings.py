@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from commlib.errors import MismatchError, UsageError
@@ -151,10 +152,11 @@ CONFIG_FILE = "COMMLIB_CONFIG"  # not a setting: it names the file of settings
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings and, by field of `Config`, the origin of each given one: "environment", "file ..."."""
+    """The settings and, by field of `Config`, the origin of each given one: "environment", "file ...", "program"."""
 
     config: Config
     origins: Mapping[str, str]
+    file: Path | None = None
 
 
 def from_text(setting: Field[Any], text: str) -> Any:
@@ -218,6 +220,8 @@ def read_environment(environment: Mapping[str, str], where: str = "environment v
         raise unknown_settings(unknown, sorted([*known, CONFIG_FILE]))
     values = {}
     for name, text in given.items():
+        if not isinstance(text, str):
+            raise UsageError(f"{where} {name}={text!r}: expected text, as in the environment, such as {str(text)!r}")
         try:
             values[known[name].name] = from_text(known[name], text)
         except ValueError as error:

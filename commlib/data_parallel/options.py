@@ -14,6 +14,7 @@ from commlib.devices.arrays import device_named
 from commlib.devices.protocol import Device
 from commlib.dtypes import FLOATS, NUMPY
 from commlib.errors import UsageError
+from commlib.suggestions import suggest
 
 REDUCTIONS = ("mean", "sum")
 
@@ -43,7 +44,8 @@ class Options:
         if not isinstance(self.compression, CompressionChoice):
             object.__setattr__(self, "compression", choose(self.compression))
         if self.op not in REDUCTIONS:
-            raise UsageError(f"op must be one of {', '.join(REDUCTIONS)}, got {self.op!r}")
+            hint = suggest(self.op, REDUCTIONS)
+            raise UsageError(f"op must be one of {', '.join(REDUCTIONS)}, got {self.op!r}{hint}")
         if self.passes_per_step < 1:
             raise UsageError(f"backward_passes_per_step must be at least 1, got {self.passes_per_step}")
         if not self.predivide > 0:

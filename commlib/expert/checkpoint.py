@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from commlib.checkpoint.packed_state import open_npz
 from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
 from commlib.dtypes import NUMPY, Array
@@ -64,7 +65,7 @@ def write(ranks: ExpertRanks, path: Path, layers: Sequence[Layer]) -> None:
 def read(path: Path) -> list[dict[str, Array]]:
     """Return the layers in a file. Raises UsageError if it is not a file of `write`."""
     try:
-        with np.load(path) as archive:
+        with open(path, "rb") as file, open_npz(file) as archive:
             kinds = json.loads(bytes(archive[_KINDS]))
             layers: list[dict[str, Array]] = [{} for _ in {name.partition("/")[0] for name in kinds}]
             for name, kind in kinds.items():
@@ -75,18 +76,28 @@ def read(path: Path) -> list[dict[str, Array]]:
     return layers
 
 
-def check(layers: Sequence[Layer], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-    """Raise UsageError unless the layers read match the model: the same number, with these shapes."""
+def check(layers: Sequence[Layer], shapes: Sequence[Mapping[str, tuple[int, ...]]], titles: Sequence[str] = ()) -> None:
+    """Raise UsageError unless the layers read match the model: the same number, with these shapes.
+
+    titles: the model's names of its layers, for errors.
+    """
     if len(layers) != len(shapes):
         raise UsageError(f"load_experts: the file has {len(layers)} mixtures of experts, the model {len(shapes)}")
     for place, (layer, wanted) in enumerate(zip(layers, shapes, strict=True)):
         for name, shape in wanted.items():
             if name not in layer:
-                raise UsageError(f"load_experts: layer {place}: the file has no {name}: it has another kind of expert")
+                raise UsageError(
+                    f"load_experts: {_title(place, titles)}: the file has no {name}: it has another kind of expert"
+                )
             if layer[name].shape != shape:
                 raise UsageError(
-                    f"load_experts: layer {place}: {name} has shape {list(layer[name].shape)}, expected {list(shape)}"
+                    f"load_experts: {_title(place, titles)}: {name} has shape {list(layer[name].shape)}, expected "
+                    f"{list(shape)}"
                 )
+
+
+def _title(place: int, titles: Sequence[str]) -> str:
+    return f"layer {place} ({titles[place]})" if titles else f"layer {place}"
 
 
 def optimizer_names(layer: Layer, name: str) -> set[str]:
@@ -94,19 +105,25 @@ def optimizer_names(layer: Layer, name: str) -> set[str]:
     return {key.removeprefix(f"{name}/") for key in layer if key.startswith(f"{name}/")} - {STEP}
 
 
-def check_states(layers: Sequence[Layer], saved: Sequence[Mapping[str, Collection[str]]], optimizer: str) -> None:
+def check_states(
+    layers: Sequence[Layer],
+    saved: Sequence[Mapping[str, Collection[str]]],
+    optimizer: str,
+    titles: Sequence[str] = (),
+) -> None:
     """Raise UsageError unless the layers read have the optimizer state that this optimizer keeps.
 
     saved: names of optimizer state, such as "first", for each name of each layer. optimizer: its class, for errors.
+    titles: the model's names of its layers, for errors.
     """
     for place, (layer, names) in enumerate(zip(layers, saved, strict=True)):
         for name, wanted in names.items():
             stored = {_one(key) for key in optimizer_names(layer, name)}
             if stored != (own := {_one(key) for key in wanted}):
                 raise UsageError(
-                    f"load_experts: layer {place}: the optimizer state of {name} in the file is {_join_names(stored)}, "
-                    f"but {optimizer} keeps {_join_names(own)}. Give the optimizer that was saved, with the same "
-                    "settings, or no optimizer, to start from fresh state"
+                    f"load_experts: {_title(place, titles)}: the optimizer state of {name} in the file is "
+                    f"{_join_names(stored)}, but {optimizer} keeps {_join_names(own)}. Give the optimizer that was "
+                    "saved, with the same settings, or no optimizer, to start from fresh state"
                 )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from commlib.autodiff import HOROVOD, find_rule
 from commlib.errors import UsageError
 from commlib.horovod.process_sets import ProcessSet, process_set_of
+from commlib.suggestions import nearest
 
 
 class ReduceOp(enum.IntEnum):
@@ -51,16 +53,30 @@ def resolve_op(op: Any = None, average: bool | None = None, default: ReduceOp = 
         return _BY_NAME[op] if isinstance(op, str) else ReduceOp(op)
     except (KeyError, ValueError):
         known = ", ".join(_BY_NAME)
-        raise UsageError(f"op is {op!r}; expected Average, Sum, Adasum, Min, Max or Product, or {known}") from None
+        raise UsageError(
+            f"op is {op!r}; expected Average, Sum, Adasum, Min, Max or Product, or {known}{_suggest(op, ReduceOp)}"
+        ) from None
 
 
-def reduction_name(op: Any) -> str:
-    """Return "mean" or "sum" for the `op=` of an optimizer. Raises UsageError for others."""
+def reduction_name(op: Any, *, adasum: bool = False) -> str:
+    """Return "mean" or "sum" for the `op=` of an optimizer. Raises UsageError for others.
+
+    adasum: whether the optimizer accepts "adasum", too, which its caller handles.
+    """
     names = {Average: "mean", Sum: "sum"}
     try:
         return names[resolve_op(op)]
     except (KeyError, ValueError):
-        raise UsageError(f"op must be one of {', '.join(names.values())}, got {op!r}") from None
+        known = [*names, Adasum] if adasum else [*names]
+        listed = ", ".join(each.core for each in known)
+        raise UsageError(f"op must be one of {listed}, got {op!r}{_suggest(op, known)}") from None
+
+
+def _suggest(op: Any, known: Iterable[ReduceOp]) -> str:
+    """Return the end of an error's text: the name for `op`, text that is like one of commlib's or Horovod's names."""
+    names = {name: each.core for each in known for name in (each.core, each.name)}
+    near = names.get(nearest(op, names)) if isinstance(op, str) else None
+    return f"; did you mean {near!r}?" if near else ""
 
 
 @dataclass(frozen=True, slots=True)

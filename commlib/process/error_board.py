@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from commlib.config.settings import ranks_text
 
@@ -74,17 +75,45 @@ class ErrorBoard:
             parts.append(f"other errors on {ranks_text(different)}, in {self.others}/error-RANK.txt")
         return "; ".join(parts)
 
+    def keep_exit(self, rank: int, code: int, text: str) -> None:
+        """Keep the exit code with which a rank leaves the program, and how, for ranks that may wait for it."""
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._put(f"exit-{rank}", [code, text])
+
+    def remove_exit(self, rank: int) -> None:
+        """Remove what `keep_exit` kept, and empty folders: no rank has waited."""
+        with suppress(OSError):
+            (self.folder / f"exit-{rank}.json").unlink()
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
+
+    def exits(self) -> tuple[int, str]:
+        """Return the first rank's exit code that was kept, and a text about all of them; 0 and "" without any."""
+        found = self._read_all("exit")
+        by_text: dict[str, list[int]] = {}
+        for rank, (_, text) in sorted(found.items()):
+            by_text.setdefault(text, []).append(rank)
+        text = "; ".join(f"{ranks_text(ranks)} {text}" for text, ranks in by_text.items())
+        return (found[min(found)][0], text) if found else (0, "")
+
     def _write(self, rank: int, message: str) -> None:
-        new = self.folder / f".rank-{rank}"
-        new.write_text(json.dumps(_forms(message, rank)))
-        new.rename(self.folder / f"error-{rank}.json")
+        self._put(f"error-{rank}", _forms(message, rank))
+
+    def _put(self, name: str, content: Any) -> None:
+        new = self.folder / f".{name}"
+        new.write_text(json.dumps(content))
+        new.rename(self.folder / f"{name}.json")
 
     def _messages(self) -> dict[int, list[str]]:
-        messages = {}
-        for path in self.folder.glob("error-*.json"):
+        return self._read_all("error")
+
+    def _read_all(self, kind: str) -> dict[int, Any]:
+        found = {}
+        for path in self.folder.glob(f"{kind}-*.json"):
             with suppress(OSError, ValueError):
-                messages[int(path.stem.removeprefix("error-"))] = json.loads(path.read_text())
-        return messages
+                found[int(path.stem.removeprefix(f"{kind}-"))] = json.loads(path.read_text())
+        return found
 
 
 def _forms(message: str, rank: int) -> list[str]:

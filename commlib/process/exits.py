@@ -7,14 +7,19 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from contextlib import suppress
+from functools import wraps
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 from commlib.errors import CommlibError, PeerError, ShutdownError
 from commlib.launch import mpi_start
 from commlib.process import forks
 from commlib.process.error_board import ErrorBoard
+from commlib.process.sources import is_users
 from commlib.process.tracebacks import entered_call, format_error, message_of
 
 # Seconds between a rank's last line and the abort: MPICH's launcher stops reading output once a rank aborts.
@@ -32,6 +37,17 @@ _CONSEQUENCES = (PeerError, ShutdownError)
 _hooked = False
 
 
+class _Exit(NamedTuple):
+    """A call of `sys.exit`. code: 1 to 255. text: what the rank did. calls: the number of its calls of commlib."""
+
+    code: int
+    text: str
+    calls: int
+
+
+_last_exit: _Exit | None = None  # of the main thread; None for exit code 0
+
+
 def hook(
     world: Callable[[], Any],
     leave: Callable[[], str],
@@ -42,7 +58,8 @@ def hook(
 
     world: returns the communicator of all ranks, or None. leave: ends the work in flight without hanging, and returns
     a description of unfinished work or "". become_child: called in forked children, where the hooks do nothing.
-    find_board: returns where failing ranks agree which of them reports; None: all of them do.
+    find_board: returns where failing ranks agree which of them reports; None: all of them do, as they do if the setting
+    `traceback` is "full".
     """
     global _hooked
     if _hooked:
@@ -50,6 +67,7 @@ def hook(
     _hooked = True
     forks.watch(become_child)
     atexit.register(_at_exit, world, leave, find_board)
+    _watch_exits(world)
     previous = sys.excepthook
 
     def abort_after(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -75,10 +93,47 @@ def hook(
         message = message_of(error)
         text = "" if is_ours else f": {message}"
         report = format_error(error.with_traceback(trace), full=_shows_all(world())) if is_ours else ""
-        patience = _CAUSE_FIRST if isinstance(error, _CONSEQUENCES) else 0.0
-        _report_and_abort(MPI, comm, reason + text, report, f"{kind.__name__}: {message}", find_board(), patience)
+        board, patience, code = find_board(), 0.0, 1
+        if isinstance(error, _CONSEQUENCES):
+            patience = _CAUSE_FIRST
+            if board is not None and (exits := board.exits())[0]:
+                code = exits[0]
+                report += f"({exits[1]})\n"
+        if _shows_all(world()):
+            board = None
+        _report_and_abort(MPI, comm, reason + text, report, f"{kind.__name__}: {message}", board, patience, code)
 
     sys.excepthook = abort_after
+
+
+def _watch_exits(world: Callable[[], Any]) -> None:
+    """Note the calls of `sys.exit`: Python does not tell exit hooks the exit code."""
+    plain = sys.exit
+
+    @wraps(plain)
+    def exit(status: Any = None, /) -> NoReturn:
+        global _last_exit
+        if threading.current_thread() is threading.main_thread():
+            with suppress(Exception):  # the note must not keep the program from its end
+                _last_exit = _note_exit(status, sys._getframe().f_back, _count_calls(world()))
+        plain(status)
+
+    sys.exit = exit
+
+
+def _note_exit(status: Any, frame: FrameType | None, calls: int) -> _Exit | None:
+    code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
+    if code == 0:
+        return None
+    while frame is not None and not is_users(frame.f_code.co_filename):  # such as argparse
+        frame = frame.f_back
+    call = f"sys.exit({int(status)})" if isinstance(status, int) else "sys.exit with a message"
+    place = f" in {frame.f_code.co_filename}, line {frame.f_lineno}" if frame is not None else ""
+    return _Exit(code, f"called {call}{place}", calls)
+
+
+def _count_calls(world: Any) -> int:
+    return 0 if world is None else sum(group.call_number for group in list(world.runtime.groups))
 
 
 def _shows_all(world: Any) -> bool:
@@ -125,7 +180,14 @@ def _must_report() -> bool:
 
 
 def _report_and_abort(
-    MPI: Any, comm: Any, reason: str, report: str, message: str, board: ErrorBoard | None, patience: float = 0.0
+    MPI: Any,
+    comm: Any,
+    reason: str,
+    report: str,
+    message: str,
+    board: ErrorBoard | None,
+    patience: float = 0.0,
+    code: int = 1,
 ) -> None:
     """Report why this rank ends, unless another rank reports first, and end the job."""
     sys.stdout.flush()
@@ -143,7 +205,7 @@ def _report_and_abort(
             sys.stderr.write(f"({others})\n")
             sys.stderr.flush()
     time.sleep(LAST_WORDS)
-    MPI.COMM_WORLD.Abort(1)
+    MPI.COMM_WORLD.Abort(code)
 
 
 def _at_exit(world: Callable[[], Any], leave: Callable[[], str], find_board: Callable[[], ErrorBoard | None]) -> None:
@@ -152,9 +214,16 @@ def _at_exit(world: Callable[[], Any], leave: Callable[[], str], find_board: Cal
     if forks.is_child() or MPI is None:
         return
     comm = world() or MPI.COMM_WORLD
-    board = find_board()
+    board, left, all_report = find_board(), _last_exit, _shows_all(world())
+    if left is not None and _count_calls(world()) > left.calls:
+        left = None  # it was caught, and the program went on
+    if left is not None and board is not None:
+        board.keep_exit(comm.rank, left.code, left.text)
     unfinished = leave()
     if unfinished and comm.size > 1:
-        reason = f"left the program with {unfinished}"
-        _report_and_abort(MPI, comm, reason, "", reason, board)
+        reason = f"left the program with {unfinished}" if left is None else f"{left.text}, with {unfinished}"
+        code = 1 if left is None else left.code
+        _report_and_abort(MPI, comm, reason, "", reason, None if all_report else board, code=code)
     mpi_start.finalize()
+    if left is not None and board is not None:
+        board.remove_exit(comm.rank)

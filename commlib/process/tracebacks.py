@@ -63,6 +63,8 @@ def _fold(trace: TracebackException, seen: set[int]) -> None:
     last = (
         len(frames) if is_own else max((i + 1 for i, frame in enumerate(frames) if is_users(frame.filename)), default=0)
     )
+    if trace.exc_type is TypeError and last < len(frames) and str(trace).startswith(f"{frames[last].name}() "):
+        last = len(frames)  # the user has called this function with other arguments than it has
     if any(not is_ours(frame.filename) for frame in frames):
         trace.stack = _Stack([*_folded(frames[:last]), *frames[last:]])
     for other in (trace.__cause__, trace.__context__, *(trace.exceptions or ())):

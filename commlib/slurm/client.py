@@ -85,23 +85,28 @@ def wait_for_job(
     job: str,
     report: Callable[[str, str], None],
     *,
+    patience: float = PATIENCE,
     look: Callable[[str], list[JobTask]] = query_job,
     has_others: Callable[[str], bool] = has_other_jobs,
     sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[JobTask]:
     """Return the tasks of a job when all have ended. report: called at each poll, with the state and the run time.
 
     A requeued job has not ended. Raises SlurmError if Slurm has no such job, or if it cannot start, by a reason
-    that Slurm has given for 10 s, with what to do; UnreachableError if Slurm has not answered for 900 s.
+    that Slurm has given for 10 s, with what to do; UnreachableError with the last message if Slurm has not answered
+    for `patience` seconds.
     """
     pause, silent, stuck = FIRST, 0.0, 0.0
     while True:
+        begun = clock()
         try:
             tasks = look(job)
         except UnreachableError as error:
-            if silent >= PATIENCE:
-                raise
-            report(f"no answer: {error}", "")
+            silent += clock() - begun
+            if silent >= patience:
+                raise UnreachableError(f"Slurm has not answered for {silent:.0f} s: {error}") from None
+            report(f"no answer: {error} (the wait ends after {patience:g} s without one)", "")
             silent += pause
         else:
             silent = 0.0

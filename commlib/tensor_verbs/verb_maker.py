@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from commlib.suggestions import suggest
 from commlib.tensor_verbs.call import Startable
 from commlib.tensor_verbs.tensor_work import TensorWork
 
@@ -29,6 +30,17 @@ def _name(build: Callable[..., Any]) -> str:
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
+
+
+def _check_arguments(verb: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise TypeError if a call has other arguments than its verb: Python's names the function that builds calls."""
+    signature = inspect.signature(verb)
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        unknown = [name for name in options if name not in signature.parameters]
+        hint = suggest(unknown[0], signature.parameters) if unknown else ""
+        raise TypeError(f"{verb.__name__}() {error}{hint}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,12 @@ class VerbMaker:
         run = self.run
 
         def verb(*arguments: P.args, **options: P.kwargs) -> R:
-            answer: R = run(build(*arguments, **options))
+            try:
+                call = build(*arguments, **options)
+            except TypeError:
+                _check_arguments(verb, arguments, options)
+                raise
+            answer: R = run(call)
             return answer
 
         self._dress(verb, build, _name(build), inspect.getdoc(build) or "", r"\1")
@@ -68,7 +85,12 @@ class VerbMaker:
         start = self.start
 
         def verb(*arguments: P.args, **options: P.kwargs) -> TensorWork[R]:
-            work: TensorWork[R] = start(build(*arguments, **options))
+            try:
+                call = build(*arguments, **options)
+            except TypeError:
+                _check_arguments(verb, arguments, options)
+                raise
+            work: TensorWork[R] = start(call)
             return work
 
         waits = _name(build)

@@ -81,11 +81,16 @@ def _path_names(beyond: Sequence[str], verb: str, *, has_messages: bool) -> tupl
     return (*beyond, "native", *algorithms(verb)) if has_messages else tuple(beyond)
 
 
+def check_ranks(comm: Communicator) -> None:
+    """Raise UsageError if there is nothing to measure."""
+    if comm.size == 1:
+        raise UsageError("measure: one rank sends no messages: start more ranks, as in 'mpirun -n 8 commlib tune'")
+
+
 def _begin(comm: Communicator, seconds: float, progress: Progress) -> Stopwatch:
     if not seconds > 0:
         raise UsageError(f"measure: seconds must be positive, got {seconds}")
-    if comm.size == 1:
-        raise UsageError("measure: one rank sends no messages: start more ranks, as in 'mpirun -n 8 commlib tune'")
+    check_ranks(comm)
     watch = Stopwatch(comm, seconds)
     progress(0.0, "warming up")
     return watch

@@ -155,10 +155,46 @@ def test_os_exit_ends_the_job(mpirun, status, hydra):
     assert names_rank_1(out, err), out + err
 
 
-def test_sys_exit_on_one_rank_ends_the_job(mpirun):
-    code, _, err = end(mpirun, 2, "\nif comm.rank == 1:\n    event()\n    sys.exit(3)\ncomm.all_reduce(x)\n")
-    assert code != 0
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("status", "code", "text"),
+    [
+        ("3", 3, r"sys\.exit\(3\)"),
+        pytest.param("-1", 255, r"sys\.exit\(-1\)", marks=pytest.mark.long),
+        pytest.param("'no data'", 1, r"sys\.exit with a message", marks=pytest.mark.long),
+    ],
+)
+def test_sys_exit_on_one_rank_ends_the_job_with_its_exit_code(mpirun, status, code, text):
+    got, _, err = end(mpirun, 2, f"\nif comm.rank == 1:\n    event()\n    sys.exit({status})\ncomm.all_reduce(x)\n")
+    assert got == code, err
     assert "PeerError" in err and re.search(r"rank 1 has shut commlib down or left the program", err)
+    assert len(re.findall(rf"^\(rank 1 called {text} in \S+, line \d+\)$", err, re.MULTILINE)) == 1, err
+
+
+def test_sys_exit_that_was_caught_is_not_reported(mpirun):
+    code, _, err = end(
+        mpirun,
+        2,
+        """
+event()
+if comm.rank == 1:
+    try:
+        sys.exit(3)
+    except SystemExit:
+        pass
+comm.all_reduce(x)
+if comm.rank == 0:
+    comm.all_reduce(x)
+""",
+    )
+    assert code == 1
+    assert "PeerError" in err and "sys.exit" not in err
+
+
+def test_sys_exit_on_all_ranks_is_no_error_of_commlib(mpirun):
+    code, _, err = end(mpirun, 2, "\nevent()\ncomm.all_reduce(x)\nsys.exit(3)\n")
+    assert code == 3
+    assert "PeerError" not in err and "commlib: " not in err
 
 
 @pytest.mark.parametrize(

@@ -119,4 +119,5 @@ def test_one_rank_measures_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *COMMAND, "tune"], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "one rank sends no messages: start more" in done.stderr
+    assert "measuring" not in done.stderr and "warming up" not in done.stderr
     assert not list(tmp_path.rglob("tuning.json"))

@@ -1,6 +1,9 @@
 """Names of both modules of the adapter: they export all earlier names, and none by accident."""
 
+from importlib import import_module
 from typing import Any
+
+import pytest
 
 import commlib_tensorflow as tf_hvd
 import commlib_tensorflow.horovod
@@ -93,3 +96,22 @@ def test_generic_names_of_styles_are_not_at_top_level() -> None:
     assert not {"PerRank", "Plan", "Replicate", "Sequence", "Slice"} & set(tf_hvd.__all__)
     styles = {"Column", "PerRank", "Plan", "Replicate", "Row", "Sequence", "Vocabulary"}
     assert styles <= exported(tf_hvd.tensor)
+
+
+@pytest.mark.parametrize(
+    "module, misspelled, near",
+    [
+        ("commlib_tensorflow", "allreducee", "allreduce"),
+        ("commlib_tensorflow.horovod", "Averge", "Average"),
+        ("commlib_tensorflow.keras", "load_modl", "load_model"),
+        ("commlib_tensorflow.keras.callbacks", "MetricAverage", "MetricAverageCallback"),
+        ("commlib_tensorflow.tensor", "paralelize", "parallelize"),
+    ],
+)
+def test_a_misspelled_name_gets_the_nearest_one(module: str, misspelled: str, near: str) -> None:
+    found = import_module(module)
+    with pytest.raises(AttributeError, match=f"'{module}' has no attribute '{misspelled}'; did you mean '{near}'"):
+        getattr(found, misspelled)
+    assert not hasattr(found, misspelled)
+    with pytest.raises(ImportError, match=misspelled):
+        exec(f"from {module} import {misspelled}")

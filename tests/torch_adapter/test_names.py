@@ -1,6 +1,9 @@
 """Names of `commlib_torch`: the module exports all earlier names, and none by accident."""
 
+from importlib import import_module
 from typing import Any
+
+import pytest
 
 import commlib.horovod
 import commlib_torch as hvd
@@ -91,3 +94,20 @@ def test_generic_names_of_styles_are_not_at_top_level() -> None:
     assert not {"PerRank", "Plan", "Replicate", "Sequence", "Slice"} & set(hvd.__all__)
     styles = {"Column", "PerRank", "Plan", "Replicate", "Row", "Sequence", "Vocabulary"}
     assert styles <= exported(hvd.tensor)
+
+
+@pytest.mark.parametrize(
+    "module, misspelled, near",
+    [
+        ("commlib_torch", "allreducee", "allreduce"),
+        ("commlib_torch.horovod", "Averge", "Average"),
+        ("commlib_torch.tensor", "paralelize", "parallelize"),
+    ],
+)
+def test_a_misspelled_name_gets_the_nearest_one(module: str, misspelled: str, near: str) -> None:
+    found = import_module(module)
+    with pytest.raises(AttributeError, match=f"'{module}' has no attribute '{misspelled}'; did you mean '{near}'"):
+        getattr(found, misspelled)
+    assert not hasattr(found, misspelled)
+    with pytest.raises(ImportError, match=misspelled):
+        exec(f"from {module} import {misspelled}")

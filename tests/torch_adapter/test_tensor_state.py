@@ -160,6 +160,16 @@ def test_other_shapes_are_refused(comm: Any) -> None:
         load_optimizer_state(optimizer, divided.named_parameters(), kept)
 
 
+def test_an_optimizer_of_other_parameters_is_refused(comm: Any) -> None:
+    divided, plain = parallelize(MLP(), comm, PLAN), MLP()
+    state = gather_optimizer_state(adam(plain), plain.named_parameters())
+    text = r"a parameter of shape \(11, 7\) that is not among the parameters of this model"
+    with pytest.raises(UsageError, match=text):
+        gather_optimizer_state(adam(plain), divided.named_parameters())
+    with pytest.raises(UsageError, match=text):
+        load_optimizer_state(adam(plain), divided.named_parameters(), state)
+
+
 @pytest.mark.parametrize("limit", [0.001, 1e3])
 def test_every_parameter_counts_once_in_the_norm(comm: Any, limit: float) -> None:
     plain, divided = MLP(), parallelize(MLP(), Mesh(tp=comm.size)["tp"], PLAN)

@@ -99,6 +99,11 @@ for _ in range(2):
         commlib.init(transport=transports(1)[0])
     except commlib.UsageError as error:
         print(error)
+    commlib.init(defaults={"COMMLIB_TIMEOUT": "0"})
+    try:
+        commlib.init(defaults={"COMMLIB_TIMEOUT": "7"})
+    except commlib.UsageError as error:
+        print(error)
     commlib.shutdown()
 print("mpi4py" in sys.modules)
 """
@@ -110,5 +115,6 @@ def test_a_world_can_use_another_transport():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "init: give comm or transport, not both"
-    assert lines[1:5:2] == ["[1. 1.]"] * 2 and "initialised already" in lines[2]
+    assert lines[1:6:3] == ["[1. 1.]"] * 2 and "initialised already" in lines[2]
+    assert "initialised already with COMMLIB_TIMEOUT=0, but the argument defaults has 7" in lines[3]
     assert lines[-1] == "False" and not done.stderr

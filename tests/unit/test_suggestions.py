@@ -10,6 +10,7 @@ import commlib
 from commlib.bench.options import BenchOptions, check
 from commlib.compress.registry import codec_of, scheme_of
 from commlib.config.settings import load
+from commlib.data_parallel.options import Options
 from commlib.dtypes import kernel_operation
 from commlib.errors import UsageError
 from commlib.expert import Experts
@@ -23,6 +24,7 @@ from commlib.tensor_parallel.plan import resolve
 
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "operation": (lambda: kernel_operation("float32", "men"), "did you mean 'mean'"),
+    "reduction of gradients": (lambda: Options("meen"), "got 'meen'; did you mean 'mean'"),
     "verb": (lambda: schedules.find("allreduce", "ring"), "did you mean 'all_reduce'"),
     "algorithm": (lambda: schedules.find("all_reduce", "rign"), "did you mean 'ring'"),
     "schedule": (lambda: pipeline_schedules.find("1f1bb"), "did you mean '1f1b'"),

@@ -76,15 +76,17 @@ def load_experts(path: checkpoint.Path, model: keras.Model, optimizer: Any = Non
             nothing is changed then.
     """
     layers = _layers("load_experts", model)
+    titles = [layer.mixture.name for layer in layers]
 
     def find(read: list[dict[str, Array]]) -> list[tuple[Any, Any]]:
         named, states = [list(_named_weights(layer)) for layer in layers], OptimizerStates("load_experts", optimizer)
-        checkpoint.check(read, [{name: _shape(variable, kernel) for name, variable, kernel in own} for own in named])
+        shapes = [{name: _shape(variable, kernel) for name, variable, kernel in own} for own in named]
+        checkpoint.check(read, shapes, titles)
         values: list[tuple[Any, Any]] = []
         steps: set[int] = set()
         if states.is_there:
             slots = [{name: tuple(states.of(variable)) for name, variable, _ in own} for own in named]
-            checkpoint.check_states(read, slots, states.name)
+            checkpoint.check_states(read, slots, states.name, titles)
             steps = {int(array) for arrays in read for key, array in arrays.items() if key.endswith(f"/{STEP}")}
             values += states.continue_from(steps)
         for arrays, own in zip(read, named, strict=True):

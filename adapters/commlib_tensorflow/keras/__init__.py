@@ -9,9 +9,12 @@ model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hv
 Optimizers may be from Keras 3 or tf_keras; callbacks and `load_model` are for the version that `tf.keras` is.
 """
 
+import typing as _typing
+
 from commlib import __version__
 from commlib import horovod as _horovod
 from commlib.horovod import *
+from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib_tensorflow.broadcast import allgather_object, broadcast_object, broadcast_variables
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.keras import _values, callbacks, elastic
@@ -35,3 +38,8 @@ __all__ = [
 ]
 __all__ += _horovod.__all__
 __all__ += _values.__all__
+
+if not _typing.TYPE_CHECKING:  # type checkers have the names
+
+    def __getattr__(name: str) -> object:
+        raise _missing_attribute(f"module {__name__!r}", name, __all__)

@@ -7,8 +7,11 @@ TF_USE_LEGACY_KERAS=1 decides between the two versions.
 
 from __future__ import annotations
 
+import typing as _typing
+
 import tensorflow as tf
 
+from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib_tensorflow.keras._callbacks import of
 
 _classes = of(tf.keras)
@@ -31,3 +34,8 @@ __all__ = [
     "PreemptionCallback",
     "of",
 ]
+
+if not _typing.TYPE_CHECKING:  # type checkers have the names
+
+    def __getattr__(name: str) -> object:
+        raise _missing_attribute(f"module {__name__!r}", name, __all__)

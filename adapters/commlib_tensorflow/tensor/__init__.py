@@ -1,5 +1,8 @@
 """Tensor and context parallelism for TensorFlow and Keras: collectives with gradients, sharded layers, attention."""
 
+import typing as _typing
+
+from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib.tensor_parallel import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib_tensorflow.tensor import context, streams
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP
@@ -48,3 +51,8 @@ __all__ = [
     "verify",
     "vocabulary_cross_entropy",
 ]
+
+if not _typing.TYPE_CHECKING:  # type checkers have the names
+
+    def __getattr__(name: str) -> object:
+        raise _missing_attribute(f"module {__name__!r}", name, __all__)

@@ -71,16 +71,17 @@ def load_experts(path: checkpoint.Path, model: nn.Module, optimizer: torch.optim
             other settings; the model is then unchanged.
     """
     layers = _layers("load_experts", model)
+    titles = [layer.mixture.name for layer in layers]
 
     def find(read: list[dict[str, Array]]) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
         named, states = [list(_named_layers(layer)) for layer in layers], OptimizerStates("load_experts", optimizer)
-        checkpoint.check(read, [{name: _whole_shape(tensor) for name, tensor in each} for each in named])
+        checkpoint.check(read, [{name: _whole_shape(tensor) for name, tensor in each} for each in named], titles)
         if optimizer is not None:
             slots = [
                 {name: states.keeps(tensor, checkpoint.optimizer_names(arrays, name)) for name, tensor in each}
                 for arrays, each in zip(read, named, strict=True)
             ]
-            checkpoint.check_states(read, slots, states.name)
+            checkpoint.check_states(read, slots, states.name, titles)
         return [
             (tensor, take_shard(arrays[name], tensor), {} if optimizer is None else states.read(arrays, name, tensor))
             for arrays, each in zip(read, named, strict=True)

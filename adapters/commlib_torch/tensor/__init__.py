@@ -1,5 +1,8 @@
 """Tensor and context parallelism for PyTorch: redistribution, sharded layers, `parallelize`, attention."""
 
+import typing as _typing
+
+from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib.tensor_parallel import Column, PerRank, Plan, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch._shards import shard_of
 from commlib_torch.tensor import context, streams
@@ -57,3 +60,8 @@ __all__ = [
     "verify",
     "vocabulary_cross_entropy",
 ]
+
+if not _typing.TYPE_CHECKING:  # type checkers have the names
+
+    def __getattr__(name: str) -> object:
+        raise _missing_attribute(f"module {__name__!r}", name, __all__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -47,6 +48,13 @@ def resumed(folder: Path, size: int, **options: Any) -> list[tuple[int, Any, Any
 
 def files(folder: Path) -> dict[str, set[str]]:
     return {one.name: {file.name for file in one.iterdir()} for one in folder.iterdir()}
+
+
+def arrays(**arrays: Any) -> bytes:
+    """Return the bytes of a file of numpy's."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
 
 
 def test_state_equal_on_all_ranks_is_written_once(tmp_path: Path) -> None:
@@ -112,10 +120,19 @@ def test_another_number_of_ranks_resumes_shared_state(tmp_path: Path, caplog: py
     assert resumed(tmp_path, 1) == [(5, 7, 1)]
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        (b"?" * 100, "it is not an npz file, or not complete"),
+        (arrays(other=np.zeros(2)), "'layout is not a file in the archive'"),
+        (arrays(layout=np.array([{}], object)), "it has Python objects, which commlib neither writes nor loads"),
+    ],
+)
+def test_a_damaged_file_is_named(content: bytes, problem: str, tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
-    (tmp_path / "step-000000004" / "own.1.npz").write_bytes(b"?" * 100)
-    with pytest.raises(CommlibError, match=r"checkpoint of step 4 in .*: \w+: .* \(rank 1\)"):
+    (tmp_path / "step-000000004" / "own.1.npz").write_bytes(content)
+    message = rf"step 4 in .*: own\.1\.npz is not a file written by Checkpoint: {problem} \(rank 1\)"
+    with pytest.raises(CommlibError, match=message):
         resumed(tmp_path, 2)
 
 

@@ -185,13 +185,23 @@ def test_a_job_that_was_cancelled_before_it_began_has_no_output(place: Path) -> 
 
 
 def test_an_interrupt_leaves_the_job_running(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: object) -> NoReturn:
+    def interrupted(*arguments: object, **options: object) -> NoReturn:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(client, "wait_for_job", interrupted)
     (place / "my jobs").mkdir()
     message = "job 12 continues: `commlib slurm wait 12 --folder 'my jobs'` waits for it, `scancel 12` ends it\n"
     assert slurm("wait", "12", "--folder", "my jobs", code=130) == message
+
+
+def test_the_wait_for_a_silent_controller_ends(place: Path) -> None:
+    (place / "slurm-jobs").mkdir()
+    stand_in(place / "bin", "scontrol", "echo 'scontrol: error: Unable to contact slurm controller' >&2; exit 1")
+    assert slurm("wait", "12", "--patience", "0.4", code=1).splitlines() == [
+        "job 12: no answer: scontrol: Unable to contact slurm controller (the wait ends after 0.4 s without one)",
+        "commlib slurm: Slurm has not answered for 1 s: scontrol: Unable to contact slurm controller; "
+        "this does not end job 12: `commlib slurm wait 12 --folder slurm-jobs` waits for it",
+    ]
 
 
 def test_one_process_of_a_launcher_submits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

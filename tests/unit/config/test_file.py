@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from commlib.config.file import find_settings, read_file
-from commlib.config.settings import Config, collect_compared, compare
+from commlib.config.file import check_unchanged, find_settings, read_file
+from commlib.config.settings import Config, Settings, collect_compared, compare
 from commlib.errors import MismatchError, UsageError
 
 
@@ -151,3 +152,46 @@ def test_differences_name_the_source_of_settings():
 def test_the_source_of_a_setting_does_not_matter():
     one = collect_compared(Config(slot_kib=4))
     compare([("", one), ("", one)], [{"slot_kib": "environment"}, {"slot_kib": "file /x"}])
+
+
+IN_FORCE = Settings(
+    Config(timeout=9, slot_kib=64, spins=3), {"timeout": "environment", "slot_kib": "file f"}, Path("f")
+)
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{}, {"COMMLIB_SPINS": "3"}, {"COMMLIB_TIMEOUT": "1", "COMMLIB_SLOT_KIB": "2", "COMMLIB_NODE_PATH": "yes"}],
+)
+def test_late_defaults_that_change_nothing_are_accepted(defaults):
+    """The environment and the file take precedence over defaults, early or late."""
+    check_unchanged(IN_FORCE, defaults, {})
+
+
+@pytest.mark.parametrize(
+    "defaults, text",
+    [
+        (
+            {"COMMLIB_SPINS": "4"},
+            "already with COMMLIB_SPINS=3, but the argument defaults has 4: give defaults to the first",
+        ),
+        ({"COMMLIB_NODE_PATH": "no"}, "COMMLIB_NODE_PATH=1, but the argument defaults has 0"),
+        ({"COMMLIB_CONFIG": "/g"}, "COMMLIB_CONFIG=f, but the argument defaults has /g"),
+        ({"COMMLIB_SPINS": "many"}, "the program's default COMMLIB_SPINS='many': expected int from -1"),
+    ],
+)
+def test_late_defaults_that_would_change_a_setting_are_refused(defaults, text):
+    with pytest.raises(UsageError, match=re.escape(text)):
+        check_unchanged(IN_FORCE, defaults, {})
+
+
+@pytest.mark.parametrize(
+    "defaults, text",
+    [
+        ({"timeout": "300"}, "unknown setting timeout (did you mean COMMLIB_TIMEOUT?)"),
+        ({"COMMLIB_TIMEOUT": 300}, "the program's default COMMLIB_TIMEOUT=300: expected text, as in the environment"),
+    ],
+)
+def test_defaults_are_given_as_in_the_environment(users_file, defaults, text):
+    with pytest.raises(UsageError, match=re.escape(text)):
+        find_settings(in_config_folder(users_file), defaults)

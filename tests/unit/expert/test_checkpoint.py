@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from commlib.errors import UsageError
-from commlib.expert.checkpoint import MOMENTUM, UPDATE, check_states, momentum
+from commlib.expert.checkpoint import MOMENTUM, UPDATE, check, check_states, momentum, read
 
 GRADIENTS = np.array([1.0, -2.0])
 
@@ -38,4 +41,37 @@ def test_state_of_another_optimizer_is_refused() -> None:
         check_states(file, [{"router": ("update",)}], "SGD")
     with pytest.raises(UsageError, match="the optimizer state of router in the file is none, but Adam keeps first"):
         check_states([{"router": GRADIENTS}], [{"router": ("first", "second")}], "Adam")
+    with pytest.raises(UsageError, match=r"layer 0 \(block\.moe\): the optimizer state .* but SGD keeps none\. Give"):
+        check_states(file, [{"router": ()}], "SGD", ["block.moe"])
     check_states([{"router/momentum": GRADIENTS}], [{"router": ("update",)}], "SGD")
+
+
+def test_layers_of_another_model_are_named() -> None:
+    with pytest.raises(UsageError, match=r"layer 0 \(block\.moe\): router has shape \[2\], expected \[3\]"):
+        check([{"router": GRADIENTS}], [{"router": (3,)}], ["block.moe"])
+    with pytest.raises(UsageError, match="layer 0: the file has no shared: it has another kind of expert"):
+        check([{"router": GRADIENTS}], [{"shared": (3,)}])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"experts\.npz is not a file written by save_experts: .*No such file"):
+        read(tmp_path / "experts.npz")
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        ({"kinds": np.array([{}], object)}, "it has Python objects, which commlib neither writes nor loads"),
+        ({"other": np.zeros(2)}, "kinds is not a file in the archive"),
+        (b"text", "it is not an npz file, or not complete"),
+        (b"", "it is not an npz file, or not complete"),
+    ],
+)
+def test_other_files_are_refused(content: bytes | dict[str, Any], problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "experts.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.savez(path, **content)
+    with pytest.raises(UsageError, match=rf"experts\.npz is not a file written by save_experts: .?{problem}"):
+        read(path)

@@ -10,6 +10,7 @@ import pytest
 
 from commlib import horovod as hvd
 from commlib.errors import CommlibError, MismatchError, TransportError, UsageError
+from commlib.horovod.reductions import reduction_name
 
 
 def test_operations_have_horovods_numbers():
@@ -38,6 +39,31 @@ def test_operations_are_resolved(arguments, expected):
 def test_unknown_operations_are_refused(op):
     with pytest.raises(UsageError, match="expected Average, Sum"):
         hvd.resolve_op(op)
+
+
+@pytest.mark.parametrize(
+    "op, near",
+    [
+        ("meen", "mean"),
+        ("Mean", "mean"),
+        ("average", "mean"),
+        ("SUM", "sum"),
+        ("adasun", "adasum"),
+        ("product", "prod"),
+    ],
+)
+def test_a_misspelled_operation_gets_the_nearest_one(op, near):
+    with pytest.raises(UsageError, match=f"sum, adasum, min, max, prod; did you mean '{near}'"):
+        hvd.resolve_op(op)
+
+
+def test_an_optimizer_lists_the_operations_that_it_accepts():
+    with pytest.raises(UsageError, match=r"one of mean, sum, got 'adasun'$"):
+        reduction_name("adasun")
+    with pytest.raises(UsageError, match="one of mean, sum, adasum, got 'adasun'; did you mean 'adasum'"):
+        reduction_name("adasun", adasum=True)
+    with pytest.raises(UsageError, match="one of mean, sum, got 'avrage'; did you mean 'mean'"):
+        reduction_name("avrage")
 
 
 def test_an_unregistered_set_has_only_its_ranks():

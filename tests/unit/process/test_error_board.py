@@ -54,3 +54,15 @@ def test_all_ranks_report_without_a_writable_folder(tmp_path: Path) -> None:
     board_ = board(tmp_path)
     assert board_.claim(0, "a") and board_.claim(1, "a")
     assert not board_.leave(1, "a", "a report")
+
+
+def test_exit_codes_are_kept_for_waiting_ranks(tmp_path: Path) -> None:
+    board_ = board(tmp_path / "job")
+    assert board_.exits() == (0, "")
+    for rank, code, text in ((3, 4, "called sys.exit(4)"), (1, 3, "called sys.exit(3)"), (2, 3, "called sys.exit(3)")):
+        board_.keep_exit(rank, code, text)
+    assert board_.exits() == (3, "ranks 1-2 called sys.exit(3); rank 3 called sys.exit(4)")
+    assert board_.others_text(0) == ""
+    for rank in (1, 2, 3):
+        board_.remove_exit(rank)
+    assert not list(tmp_path.iterdir())

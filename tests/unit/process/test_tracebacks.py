@@ -6,10 +6,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from commlib.errors import UsageError
 from commlib.pipeline.rows import each
 from commlib.process.tracebacks import entered_call, format_error, message_of
 from commlib.schedule.registry import program
+from commlib.tensor_verbs import VerbMaker
 
 
 def caught(call: Callable[[], object]) -> BaseException:
@@ -53,6 +56,35 @@ def test_frames_between_those_of_the_user_are_folded_too() -> None:
 def test_frames_stay_if_commlib_itself_fails() -> None:
     text = format_error(caught(lambda: each(None, 0, 7)))  # type: ignore[arg-type]
     assert "rows.py" in text and "frames inside" not in text
+
+
+def _all_reduce(tensor: Any, op: str = "sum") -> Any:
+    return tensor + 1
+
+
+verbs: Any = VerbMaker("a module", "Tensor")(_all_reduce)
+all_reduce, all_reduce_async = verbs
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (
+            lambda: all_reduce(opp="mean", tensor=0),
+            "all_reduce() got an unexpected keyword argument 'opp'; did you mean 'op'?",
+        ),
+        (lambda: all_reduce_async(0, 1, 2), "all_reduce_async() too many positional arguments"),
+        (lambda: all_reduce(), "all_reduce() missing a required argument: 'tensor'"),
+    ],
+)
+def test_a_call_with_wrong_arguments_names_the_function_called(call: Callable[[], object], text: str) -> None:
+    """Python named the method that builds the call, and the frames inside commlib were shown."""
+    shown = format_error(caught(call))
+    assert shown.endswith(f"(2 frames inside commlib; COMMLIB_TRACEBACK=full shows them)\nTypeError: {text}\n")
+
+
+def test_a_type_error_of_the_call_itself_is_unchanged() -> None:
+    assert "unsupported operand" in str(caught(lambda: all_reduce(None)))
 
 
 def test_the_cause_of_an_error_is_folded_too() -> None:

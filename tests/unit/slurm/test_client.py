@@ -112,15 +112,34 @@ def test_a_silent_controller_is_queried_again() -> None:
     reported: list[str] = []
     look = looking(UnreachableError("no contact"), [RUNNING], [DONE])
     assert wait_for_job("1", lambda text, more: reported.append(text), look=look, sleep=lambda seconds: None) == [DONE]
-    assert reported == ["no answer: no contact", "RUNNING"]
+    assert reported == ["no answer: no contact (the wait ends after 900 s without one)", "RUNNING"]
 
 
 def test_a_controller_that_stays_silent_is_an_error() -> None:
     slept: list[float] = []
-    with pytest.raises(UnreachableError):
+    with pytest.raises(UnreachableError, match=r"^Slurm has not answered for 90\d s: no contact$"):
         wait_for_job("1", lambda text, more: None, look=looking(UnreachableError("no contact")), sleep=slept.append)
     assert PATIENCE <= sum(slept) <= PATIENCE + LONGEST
     assert slept == sorted(slept) and slept[-1] == LONGEST
+
+
+def test_commands_that_take_long_to_fail_count() -> None:
+    """Each may take a minute: with the pauses alone, the wait would have lasted for an hour and a half."""
+    now, slept = 0.0, list[float]()
+
+    def look(job: str) -> list[JobTask]:
+        nonlocal now
+        now += 60
+        raise UnreachableError("scontrol did not answer within 60 s")
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        slept.append(seconds)
+
+    with pytest.raises(UnreachableError, match=r"Slurm has not answered for 3\d\d s: scontrol did not answer"):
+        wait_for_job("1", lambda text, more: None, patience=300, look=look, sleep=sleep, clock=lambda: now)
+    assert 300 <= now < 400 and len(slept) == 4
 
 
 def test_an_unknown_job_ends_the_wait_at_once() -> None:
