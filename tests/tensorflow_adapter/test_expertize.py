@@ -180,6 +180,12 @@ def test_unsupported_settings_are_refused_by_name(comm: Communicator) -> None:
         np.testing.assert_array_equal(model(rows(comm)), expected, err_msg=name)
     with pytest.raises(UsageError, match=r"expertize: expected a keras.Model, got builtins.list"):
         expertize([], comm, plan(comm))
+    with pytest.raises(UsageError, match=r"mlp: activation='gleu' is for built-in MLPs.*pass hidden= too"):
+        expertize(dense(), comm, plan(comm, activation="gleu"))
+    with pytest.raises(UsageError, match=r"activation 'silo', expected a function, or a name .*did you mean 'silu'\?"):
+        expertize(dense(), comm, plan(comm, hidden=3, activation="silo"))
+    with pytest.raises(UsageError, match="mix: hidden=3 is for built-in MLPs, but expert= makes other experts"):
+        MoE(Experts(2 * comm.size, hidden=3), comm, expert=lambda: L.Dense(4), name="mix")
     model = dense(kernel_regularizer="l2")
     with pytest.raises(
         UsageError, match=r"kernel has a regularizer, which built-in experts \(hidden=\) do not support"

@@ -100,6 +100,12 @@ def test_invalid_arguments_are_refused(comm: Communicator) -> None:
         expertize(plain, comm, {"layers.*.norm": Experts(4)})
     with pytest.raises(UsageError, match=r"copy=True or hidden="):
         expertize(plain, comm, {"layers.*.mlp": Experts(4, copy=True, hidden=3)})
+    with pytest.raises(UsageError, match=r"layers.0.mlp: activation='gleu' is for built-in MLPs.*pass hidden= too"):
+        expertize(plain, comm, {"layers.*.mlp": Experts(4, activation="gleu")})
+    with pytest.raises(UsageError, match=r"activation 'gleu', expected a function, or one of .*did you mean 'gelu'\?"):
+        expertize(plain, comm, {"layers.*.mlp": Experts(4, hidden=3, activation="gleu")})
+    with pytest.raises(UsageError, match="mix: hidden=3 is for built-in MLPs, but expert= makes other experts"):
+        MoE(WIDTH, Experts(comm.size, top_k=1, hidden=3), comm, expert=MLP, name="mix")
     assert isinstance(plain.layers[0]["mlp"], MLP)
     if comm.size > 1:
         with pytest.raises(UsageError, match="every rank needs at least one"):
