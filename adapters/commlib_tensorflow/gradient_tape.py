@@ -11,6 +11,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.compress.casts import Compressing
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
+from commlib.data_parallel.options import read_flag
 from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
@@ -46,7 +47,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         self._wrapped = tape
         self._make, self._group = make, group
         self._reducer = make(group)
-        self._scale_local_gradients = scale_local_gradients
+        self._scale_local_gradients = read_flag("scale_local_gradients", scale_local_gradients)
         self._local: dict[int, Any] = {}
 
     @property

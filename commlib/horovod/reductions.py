@@ -9,6 +9,7 @@ from typing import Any, Literal
 from commlib.autodiff import HOROVOD, find_rule
 from commlib.errors import UsageError
 from commlib.horovod.process_sets import ProcessSet, process_set_of
+from commlib.suggestions import suggest
 
 
 class ReduceOp(enum.IntEnum):
@@ -50,8 +51,10 @@ def resolve_op(op: Any = None, average: bool | None = None, default: ReduceOp = 
     try:
         return _BY_NAME[op] if isinstance(op, str) else ReduceOp(op)
     except (KeyError, ValueError):
-        known = ", ".join(_BY_NAME)
-        raise UsageError(f"op is {op!r}; expected Average, Sum, Adasum, Min, Max or Product, or {known}") from None
+        known, hint = ", ".join(_BY_NAME), suggest(op, _BY_NAME)
+        raise UsageError(
+            f"op is {op!r}; expected Average, Sum, Adasum, Min, Max or Product, or {known}{hint}"
+        ) from None
 
 
 def reduction_name(op: Any) -> str:
@@ -60,7 +63,8 @@ def reduction_name(op: Any) -> str:
     try:
         return names[resolve_op(op)]
     except (KeyError, ValueError):
-        raise UsageError(f"op must be one of {', '.join(names.values())}, got {op!r}") from None
+        hint = suggest(op, names.values())
+        raise UsageError(f"op must be one of {', '.join(names.values())}, got {op!r}{hint}") from None
 
 
 @dataclass(frozen=True, slots=True)
