@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.arguments import read_flag
 from commlib.compress.choice import check_no_momentum
-from commlib.data_parallel.options import read_flag
 from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.computed_gradients import ComputedGradients

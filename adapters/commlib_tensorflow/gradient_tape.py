@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.arguments import read_flag
 from commlib.compress.casts import Compressing
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
-from commlib.data_parallel.options import read_flag
 from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along

@@ -9,8 +9,9 @@ from typing import Any, cast
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.arguments import read_flag
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
-from commlib.data_parallel.options import read_flag, read_passes
+from commlib.data_parallel.options import read_passes
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along, process_set_over
 from commlib.horovod.reductions import OpName, ReduceOp

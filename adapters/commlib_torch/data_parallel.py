@@ -23,6 +23,7 @@ from commlib.horovod.reductions import reduction_name
 from commlib.literals import AveragingOp
 from commlib.ranks import Ranks, communicator_of
 from commlib_torch._bridge import to_array
+from commlib_torch._readiness import check_module
 from commlib_torch._registrations import registrations
 from commlib_torch._step_checks import before_steps, parameters_to_update
 from commlib_torch.broadcast import broadcast_parameters
@@ -85,6 +86,7 @@ class DataParallel(nn.Module, Reporting):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
+        check_module(type(self).__name__, module)
         self.module = module
         parameters = trainable_parameters(drop_duplicates(module.named_parameters()))
         if ranks is None:

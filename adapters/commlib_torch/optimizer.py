@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commlib import horovod as core
+from commlib.arguments import list_of
 from commlib.communicator import Communicator
 from commlib.compress.casts import Compressing, check_compressor
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
@@ -146,7 +147,8 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups is deprecated, in Horovod too: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    named = None if named_parameters is None else list(named_parameters)
+    expected = "named_parameters= such as model.named_parameters()"
+    named = None if named_parameters is None else list_of("DistributedOptimizer", expected, named_parameters)
     everything = name_parameters(optimizer.param_groups, named)
     chosen = trainable_parameters(everything)
     outside = core.process_set_of(process_set).included() is False

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from commlib.arguments import read_flag
 from commlib.compress import AllToAll, Scheme, codec_of
 from commlib.compress.casts import narrow_dtype
 from commlib.compress.choice import CompressionChoice, choose
@@ -114,18 +113,6 @@ class Options:
             f"passes={self.passes_per_step}", f"overlap={self.overlap}", f"float32 as {wire}",
             f"predivide={self.predivide}", f"sparse_as_dense={self.sparse_as_dense}", f"shard={self.shard}",
         ]  # fmt: skip
-
-
-def read_flag(argument: str, value: Any, *, may_be_none: bool = False) -> Any:
-    """Return a flag as True or False, or None if it may be None. Raises UsageError for other values than these or 0, 1.
-
-    argument: its name, for errors.
-    """
-    if value is None and may_be_none:
-        return None
-    if isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    raise UsageError(f"{argument} is {value!r}, expected {'True, False or None' if may_be_none else 'True or False'}")
 
 
 def read_passes(passes: Any) -> int:
