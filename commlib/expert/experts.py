@@ -185,8 +185,16 @@ class Experts:
             raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
         return times * self.hidden
 
-    def check_conversion(self, what: str) -> None:
-        """Raise UsageError for settings that a dense MLP cannot become, or would ignore. what: the MLP, for errors."""
+    def check_conversion(self, what: str, sharded: str = "") -> None:
+        """Raise UsageError for settings that a dense MLP cannot become, or would ignore.
+
+        Raises it also for an MLP that is sharded, if experts are to be like it. what: the MLP, for errors. sharded: the name of a sharded weight in it; "" if there is none.
+        """
+        if sharded and self.hidden is None:
+            raise UsageError(
+                f"{what}: {sharded} is sharded already, and experts are like a whole MLP: call expertize before "
+                "parallelize, whose plan leaves the MLP out, or pass hidden= for built-in MLPs"
+            )
         if self.shared and self.hidden is None:
             raise UsageError(f"{what}: shared experts are built-in MLPs: pass hidden=, their features")
         if self.copy and self.hidden is not None:

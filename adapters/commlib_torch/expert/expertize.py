@@ -111,8 +111,9 @@ def _find_mlps(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str,
         if (mixture := mixtures.get(module)) is not None:
             within = "" if mixture == name else f"within {mixture}, "
             raise UsageError(f"expertize: {name} is {within}a mixture of experts already: leave it out of the plan")
+        sharded = [own for own, one in module.named_parameters() if shard_of(one) is not None]
+        experts.check_conversion(f"expertize: {name}", next(iter(sharded), ""))
         width_of(name, module)
-        experts.check_conversion(f"expertize: {name}")
         if experts.hidden is None:
             check_tied(f"expertize: {name}", module, model)
             check_copies("expertize", name, module, model, going)

@@ -294,6 +294,12 @@ def test_options_that_a_conversion_ignores_are_refused(options: dict[str, Any], 
     experts(copy=True, activation="gelu", bias=True).check_conversion("mlp")
 
 
+def test_sharded_mlps_become_no_experts() -> None:
+    with pytest.raises(UsageError, match=r"mlp: up.weight is sharded already.*expertize before parallelize.*hidden="):
+        experts(copy=True).check_conversion("mlp", "up.weight")
+    experts(hidden=3).check_conversion("mlp", "up.weight")
+
+
 def test_options_that_custom_experts_ignore_are_refused() -> None:
     with pytest.raises(UsageError, match=r"mix: hidden=8, activation=len is for built-in MLPs, but expert= makes"):
         experts(hidden=8, activation=len).check_custom("mix")
