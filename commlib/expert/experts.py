@@ -188,7 +188,8 @@ class Experts:
     def check_conversion(self, what: str, sharded: str = "") -> None:
         """Raise UsageError for settings that a dense MLP cannot become, or would ignore.
 
-        Raises it also for an MLP that is sharded, if experts are to be like it. what: the MLP, for errors. sharded: the name of a sharded weight in it; "" if there is none.
+        Raises it also for an MLP that is sharded, if experts are to be like it. what: the MLP, for errors. sharded: the
+        name of a sharded weight in it; "" if there is none.
         """
         if sharded and self.hidden is None:
             raise UsageError(
