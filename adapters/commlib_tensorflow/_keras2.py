@@ -20,6 +20,7 @@ from commlib_tensorflow._keras_reduction import (
     KerasGradients,
     Wrapper,
     become,
+    check_momentum,
     gradients_of,
 )
 
@@ -52,6 +53,7 @@ class AggregateHook(DistributedKeras2):
 
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         """Return pairs of reduced gradients and variables."""
+        check_momentum(self, self._commlib.reducer.options.compression)
         if self._commlib_passes is not None and getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
             raise UsageError(
                 "backward_passes_per_step does not work with the LossScaleOptimizer of Keras 2, which decides in each "

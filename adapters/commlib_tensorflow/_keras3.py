@@ -30,6 +30,7 @@ from commlib_tensorflow._keras_reduction import (
     DistributedMixin,
     KerasGradients,
     become,
+    check_momentum,
     check_variables,
     key_of,
     replace,
@@ -74,6 +75,7 @@ class ClipHook(DistributedKeras3):
         """Update variables with reduced gradients, as Keras does. A gradient only on other ranks is zeros here."""
         self_: Any = self
         grads, reduction = list(grads), self._commlib
+        check_momentum(self, reduction.reducer.options.compression)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         reduction.ran = reduction.given_reduced = reduction.are_reduced(grads)
@@ -200,6 +202,7 @@ class ApplyHook(DistributedKeras3):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Update variables with reduced gradients, as Keras does."""
         self_: Any = self
+        check_momentum(self, self._commlib.reducer.options.compression)
         variables = list(self_._trainable_variables if trainable_variables is None else trainable_variables)
         grads = list(grads)
         reduced = grads if self._commlib.are_reduced(grads) else self._commlib.reduce(grads, variables)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.arguments import read_flag
+from commlib.compress.choice import check_no_momentum
 from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.computed_gradients import ComputedGradients
@@ -120,7 +122,7 @@ class KerasGradients:
         """The variables, by `key_of`, without a gradient on this rank; and whether another has one, if known."""
         self._computed = ComputedGradients()
         self._undo_division = undo_division
-        self._scale_local = scale_local_gradients
+        self._scale_local = read_flag("scale_local_gradients", scale_local_gradients)
         self._local: set[Any] = set()
         self._local_layers = list(local_layers)
         self._places: dict[Any, int] = {}
@@ -322,6 +324,12 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         marked: Any = replacement.fget if isinstance(replacement, property) else replacement
         marked._commlib = (*made_by, make)
         setattr(owner, name, replacement)
+
+
+def check_momentum(optimizer: Any, compression: Any) -> None:
+    """Raise UsageError if both an optimizer and the compression of its gradients have momentum."""
+    momentum = {name: getattr(optimizer, name, None) for name in ("momentum", "beta_1")}
+    check_no_momentum(compression, type(optimizer).__name__, momentum)
 
 
 def check_variables(variables: Iterable[Any]) -> None:

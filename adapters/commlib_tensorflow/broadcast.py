@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.arguments import list_of
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
 from commlib.ranks import Ranks
@@ -51,7 +52,7 @@ def broadcast_variables(
     Raises:
         UsageError: For sharded variables if some of the ranks have other shards.
     """
-    given = list(variables)
+    given = list_of("broadcast_variables", "variables, such as model.variables", variables)
     local = set(places_of(given))
     shared = [variable for place, variable in enumerate(given) if place not in local]
     if not shared:

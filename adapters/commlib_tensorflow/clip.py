@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from commlib.arguments import list_of
 from commlib.dtypes import FLOATS, name_of
 from commlib.errors import UsageError
 from commlib.optim.clipping import check_limit, clip_factor, norm_of_arrays, sum_over_axes
@@ -52,6 +53,7 @@ def clip_by_global_norm(
         5.0
     """
     limit = check_limit("clip_by_global_norm", "clip_norm", clip_norm)
+    t_list = list_of("clip_by_global_norm", "a list of gradients", t_list)
     values = [_values(gradient) for gradient in t_list]
     given = [value for value in values if value is not None]
     if variables and len(variables) != len(t_list):

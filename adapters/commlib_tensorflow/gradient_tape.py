@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.arguments import read_flag
 from commlib.compress.casts import Compressing
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.report import Reporting
@@ -46,7 +47,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         self._wrapped = tape
         self._make, self._group = make, group
         self._reducer = make(group)
-        self._scale_local_gradients = scale_local_gradients
+        self._scale_local_gradients = read_flag("scale_local_gradients", scale_local_gradients)
         self._local: dict[int, Any] = {}
 
     @property

@@ -9,15 +9,16 @@ from typing import Any, cast
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.compress.choice import check_no_momentum
+from commlib.arguments import read_flag
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
+from commlib.data_parallel.options import read_passes
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along, process_set_over
 from commlib.horovod.reductions import OpName, ReduceOp
 from commlib.mesh_groups import Mesh
 from commlib.ranks import Ranks, check_one_choice
 from commlib.sharding.data_axes import data_axes
-from commlib_tensorflow._keras_reduction import KerasGradients, WrappedOptimizer
+from commlib_tensorflow._keras_reduction import KerasGradients, WrappedOptimizer, check_momentum
 from commlib_tensorflow.compression import Compression
 
 
@@ -143,11 +144,10 @@ def distribute(
     op = core.resolve_op(op)
     if op not in (core.Average, core.Sum):
         raise UsageError(f"op must be Average or Sum for a DistributedOptimizer, got {op.name.capitalize()}")
-    if backward_passes_per_step < 1:
-        raise UsageError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
+    backward_passes_per_step = read_passes(backward_passes_per_step)
+    average_aggregated_gradients = read_flag("average_aggregated_gradients", average_aggregated_gradients)
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
-    momentum = {name: getattr(inner, name, None) for name in ("momentum", "beta_1")}
-    check_no_momentum(settings["compression"], type(inner).__name__, momentum)
+    check_momentum(inner, settings["compression"])
     chosen = None if process_set is core.global_process_set else process_set
     check_one_choice("DistributedOptimizer", process_set=chosen, ranks=ranks, mesh=mesh)
     if mesh is not None:

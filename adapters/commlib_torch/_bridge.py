@@ -109,7 +109,10 @@ def to_tensor(array: Any) -> torch.Tensor:
 def pack(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` detached if its memory is contiguous and literal (no lazy conj or neg), otherwise a copy."""
     check(tensor)
-    packed = tensor.detach()
+    try:
+        packed = tensor.detach()
+    except RuntimeError as error:
+        raise explain(error, "verbs") from error
     if packed.is_contiguous() and not packed.is_conj() and not packed.is_neg():  # every verb runs this
         return packed
     return packed.resolve_conj().resolve_neg().contiguous()
@@ -121,7 +124,10 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     A copy from a GPU follows the current stream, and the host waits for it.
     """
     check_dense(tensor)
-    here = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
+    try:
+        here = tensor.detach() if tensor.is_cpu else tensor.detach().cpu()
+    except RuntimeError as error:
+        raise explain(error, "verbs") from error
     return here.resolve_conj().resolve_neg().contiguous()
 
 

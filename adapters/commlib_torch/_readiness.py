@@ -10,8 +10,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from commlib.arguments import describe_type
 from commlib.errors import UsageError
 from commlib_torch._graph_breaks import unwrap_compiled
+
+
+def check_module(call: str, model: Any) -> None:
+    """Raise UsageError unless `model` is a module. call: its name, for errors."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{call}: expected an nn.Module, got {describe_type(model)}")
 
 
 def check_ready(model: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from commlib.arguments import describe_type
 from commlib.communicator import Communicator
 from commlib.comparison.parameter_check import check_agreement
 from commlib.errors import UsageError
@@ -58,7 +59,7 @@ def broadcast_parameters(
             shards.
     """
     group, source = _ranks("broadcast_parameters", root_rank, root, process_set, ranks)
-    pairs = name_values(params)
+    pairs = name_values("broadcast_parameters", params)
     for name, tensor in pairs:
         if not isinstance(tensor, Tensor):
             raise UsageError(f"{name} is not a tensor but a {type(tensor).__name__}: use broadcast_object for it")
@@ -103,6 +104,8 @@ def broadcast_optimizer_state(
     Raises:
         MismatchError: On every rank if parameter groups differ.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"broadcast_optimizer_state: expected a torch optimizer, got {describe_type(optimizer)}")
     own = {
         parameter: dict(optimizer.state[parameter]) if parameter in optimizer.state else None
         for group in optimizer.param_groups

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from commlib.arguments import describe_type, list_of
 from commlib.communicator import Communicator
+from commlib.errors import UsageError
 from commlib.kernels.host.norm import sum_of_squares
 from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
 from commlib.sharding.shards import Shard
@@ -38,7 +41,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         UsageError: For a `max_norm` that is negative or NaN.
     """
     limit = check_limit("clip_grad_norm_", "max_norm", max_norm)
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = _read_parameters(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [values_of(gradient) for gradient in gradients]
     norm = norm_of([_squares_of(comm, own) for comm, own in group_by_stages(parameters)])
@@ -49,6 +52,18 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     double = any(value.dtype == torch.float64 for value in values)
     device = gradients[0].device if gradients else None
     return torch.tensor(norm, dtype=torch.float64 if double else torch.float32, device=device)
+
+
+def _read_parameters(given: Any) -> list[Tensor]:
+    """Return parameters as a list. Raises UsageError for anything else."""
+    if isinstance(given, Tensor):
+        return [given]
+    expected = "parameters, such as model.parameters()"
+    parameters = list_of("clip_grad_norm_", expected, given)
+    for each in parameters:
+        if not isinstance(each, Tensor):
+            raise UsageError(f"clip_grad_norm_: expected {expected}, got {describe_type(each)} among them")
+    return parameters
 
 
 def _squares_of(comm: Communicator | None, parameters: Sequence[Tensor]) -> float:

@@ -23,12 +23,13 @@ from commlib.horovod.reductions import reduction_name
 from commlib.literals import AveragingOp
 from commlib.ranks import Ranks, communicator_of
 from commlib_torch._bridge import to_array
+from commlib_torch._readiness import check_module
 from commlib_torch._registrations import registrations
 from commlib_torch._step_checks import before_steps, parameters_to_update
 from commlib_torch.broadcast import broadcast_parameters
 from commlib_torch.compression import Compression
 from commlib_torch.devices import use_device_streams
-from commlib_torch.gradients import AutogradReducer, comm_of_marks, ranks_of, trainable_parameters
+from commlib_torch.gradients import AutogradReducer, check_momentum, comm_of_marks, ranks_of, trainable_parameters
 
 _INNER = "module."
 
@@ -85,6 +86,7 @@ class DataParallel(nn.Module, Reporting):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
+        check_module(type(self).__name__, module)
         self.module = module
         parameters = trainable_parameters(drop_duplicates(module.named_parameters()))
         if ranks is None:
@@ -170,6 +172,8 @@ class DataParallel(nn.Module, Reporting):
                 "DataParallel each rank has its own loss: wrap the optimizer of the plain module in a "
                 "DistributedOptimizer instead, whose closures return the loss reduced over the ranks"
             )
+        if gradients.reducer.options.scheme is not None and _is_of(optimizer, gradients):
+            check_momentum(optimizer, optimizer.param_groups, gradients.reducer.options.compression)
         given = set(map(id, parameters_to_update(optimizer)))
         if not gradients.ids.issuperset(given):
             if optimizer in self._others:

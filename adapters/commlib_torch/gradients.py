@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from commlib.buffers.freed_memory import keep_freed_memory
 from commlib.communicator import Communicator
+from commlib.compress.choice import check_no_momentum
 from commlib.data_parallel.groups import place_groups, read_groups
 from commlib.data_parallel.options import Gradient, Options
 from commlib.data_parallel.reducer import GradientReducer
@@ -335,6 +336,13 @@ def comm_of_marks(what: str, parameters: Iterable[Named], everyone: Any) -> Comm
     """Return the ranks that have the same shards as this one, if parameters are sharded along a mesh. Collective."""
     replicas = find_shard_replicas(what, ((name, shard_of(parameter)) for name, parameter in parameters), everyone)
     return None if replicas is None else replicas.comm
+
+
+def check_momentum(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], compression: Any) -> None:
+    """Raise UsageError if both groups of parameters and the compression of their gradients have momentum."""
+    for group in groups:
+        momentum = {"momentum": group.get("momentum"), "beta1": (*(group.get("betas") or ()), None)[0]}
+        check_no_momentum(compression, type(optimizer).__name__, momentum)
 
 
 def _gradient_of(name: str, parameter: Tensor, op: str, ranks: int) -> Gradient:

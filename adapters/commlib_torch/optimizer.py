@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from commlib import horovod as core
+from commlib.arguments import list_of
 from commlib.communicator import Communicator
 from commlib.compress.casts import Compressing, check_compressor
-from commlib.compress.choice import check_no_momentum
 from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.naming import ids_in, name_parameters
 from commlib.data_parallel.options import Options
@@ -36,7 +36,14 @@ from commlib_torch.adasum import AdasumMixin
 from commlib_torch.clip import clip_grad_norm_
 from commlib_torch.compression import Compression
 from commlib_torch.devices import use_device_streams
-from commlib_torch.gradients import AutogradReducer, Groups, comm_of_marks, ranks_of, trainable_parameters
+from commlib_torch.gradients import (
+    AutogradReducer,
+    Groups,
+    check_momentum,
+    comm_of_marks,
+    ranks_of,
+    trainable_parameters,
+)
 from commlib_torch.named_verbs._named_operations import ProcessSets
 
 KEY = "commlib"
@@ -129,9 +136,7 @@ def DistributedOptimizer(
         raise UsageError(f"expected a torch optimizer, got {type(optimizer).__name__}")
     if getattr(optimizer, "averages_by_itself", False):
         raise UsageError(f"{type(optimizer).__name__} averages over the ranks by itself: use it as it is")
-    for group in optimizer.param_groups:
-        momentum = {"momentum": group.get("momentum"), "beta1": (*(group.get("betas") or ()), None)[0]}
-        check_no_momentum(compression, type(optimizer).__name__, momentum)
+    check_momentum(optimizer, optimizer.param_groups, compression)
     check_one_choice("DistributedOptimizer", process_set=process_set, ranks=ranks, mesh=mesh)
     comm: Communicator | None = None
     if mesh is not None:
@@ -142,11 +147,24 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups is deprecated, in Horovod too: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    named = None if named_parameters is None else list(named_parameters)
+    expected = "named_parameters= such as model.named_parameters()"
+    named = None if named_parameters is None else list_of("DistributedOptimizer", expected, named_parameters)
     everything = name_parameters(optimizer.param_groups, named)
     chosen = trainable_parameters(everything)
     outside = core.process_set_of(process_set).included() is False
-    if op == core.Adasum or op == "adasum":
+    combines = op == core.Adasum or op == "adasum"
+    options = Options(
+        op="mean" if combines else reduction_name(op, adasum=True),
+        bucket_cap_mib=bucket_cap_mib,
+        first_bucket_mib=first_bucket_mib,
+        passes_per_step=backward_passes_per_step,
+        overlap=overlap,
+        compression=compression,
+        within_node=compress_within_node,
+        predivide=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+    )
+    if combines:
         if gradient_predivide_factor != 1 or comm is not None:
             raise UsageError("op=Adasum takes neither gradient_predivide_factor nor ranks= or mesh=; pass process_set=")
         local = [name for name, parameter in chosen if (shard := shard_of(parameter)) is not None and shard.is_local]
@@ -163,17 +181,6 @@ def DistributedOptimizer(
         wrapped: Any = optimizer
         wrapped._start_adasum(everything, compression, process_set)
         return cast(WrappedOptimizer, optimizer)
-    options = Options(
-        op=reduction_name(op, adasum=True),
-        bucket_cap_mib=bucket_cap_mib,
-        first_bucket_mib=first_bucket_mib,
-        passes_per_step=backward_passes_per_step,
-        overlap=overlap,
-        compression=compression,
-        within_node=compress_within_node,
-        predivide=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-    )
     if options.compressor is not None and comm is not None:
         raise UsageError("a custom compressor needs process_set= instead of ranks= or mesh=: it reduces by name")
     if comm is None and process_set is None:
@@ -232,8 +239,6 @@ class DistributedMixin(PlainPickling, Reporting):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce in every `passes`-th backward from now on."""
-        if passes < 1:
-            raise UsageError(f"backward_passes_per_step must be at least 1, got {passes}")
         self.reducer.set_passes_per_step(passes)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -288,6 +293,9 @@ class DistributedMixin(PlainPickling, Reporting):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as torch does. Collective; call it between a step and the next backward."""
+        if "_gradients" in self.__dict__:
+            optimizer: Any = self
+            check_momentum(optimizer, [{**optimizer.defaults, **param_group}], self.reducer.options.compression)
         super().add_param_group(param_group)  # type: ignore[misc]
         if "_gradients" in self.__dict__:
             self._take_in()
@@ -322,6 +330,7 @@ else:
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse_unmanaged(optimizer)
+    check_momentum(optimizer, optimizer.param_groups, optimizer.reducer.options.compression)
     if optimizer._skip:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -18,6 +18,7 @@ from commlib.errors import UsageError
 from commlib.horovod.batch_norm import check_several, compare_layer, gather_statistics, next_layer, running_factors
 from commlib_torch._bridge import device_kind, host_array, to_tensor
 from commlib_torch._graph_breaks import disable_compile
+from commlib_torch._readiness import check_module
 from commlib_torch._shards import shards_of
 from commlib_torch.named_verbs._named_operations import ProcessSets, Reduction, first, start_allreduce
 
@@ -140,6 +141,7 @@ def convert_sync_batchnorm(module: nn.Module, process_set: ProcessSets = None) -
         >>> type(ct.convert_sync_batchnorm(model)[1]).__name__
         'SyncBatchNorm'
     """
+    check_module("convert_sync_batchnorm", module)
     result = module
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         if shards := shards_of(module):

@@ -53,10 +53,11 @@ def check_no_momentum(given: Any, optimizer: str, momentum: Mapping[str, Any]) -
 
     optimizer: the name of its class. momentum: its settings of momentum, by name; 0 or None means none.
     """
-    scheme = choose(given).scheme
+    scheme = (given if isinstance(given, CompressionChoice) else choose(given)).scheme
     if not isinstance(scheme, DGC) or not scheme.momentum:
         return
     if has := [f"{name} {value}" for name, value in momentum.items() if value is not None and value]:
         raise UsageError(
-            f"compression {given!r} includes momentum, but {optimizer} has {has[0]}, too: use SGD without momentum"
+            f"compression {scheme.name!r} includes momentum, but {optimizer} has {has[0]}, too: "
+            "use SGD without momentum"
         )

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from commlib.arguments import read_flag
 from commlib.compress import AllToAll, Scheme, codec_of
 from commlib.compress.casts import narrow_dtype
 from commlib.compress.choice import CompressionChoice, choose
@@ -17,6 +18,14 @@ from commlib.errors import UsageError
 from commlib.suggestions import suggest
 
 REDUCTIONS = ("mean", "sum")
+_FLAGS = {"within_node": "compress_within_node", "sparse_as_dense": "sparse_as_dense", "shard": "shard"}
+"""Fields that are True or False, with the arguments that set them."""
+_POSITIVE = {
+    "bucket_cap_mib": "bucket_cap_mib",
+    "first_bucket_mib": "first_bucket_mib",
+    "predivide": "gradient_predivide_factor",
+}
+"""Fields that are positive numbers, with the arguments that set them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +53,16 @@ class Options:
         if not isinstance(self.compression, CompressionChoice):
             object.__setattr__(self, "compression", choose(self.compression))
         if self.op not in REDUCTIONS:
-            hint = suggest(self.op, REDUCTIONS)
-            raise UsageError(f"op must be one of {', '.join(REDUCTIONS)}, got {self.op!r}{hint}")
-        if self.passes_per_step < 1:
-            raise UsageError(f"backward_passes_per_step must be at least 1, got {self.passes_per_step}")
-        if not self.predivide > 0:
-            raise UsageError(f"gradient_predivide_factor must be positive, got {self.predivide}")
+            raise UsageError(
+                f"op must be one of {', '.join(REDUCTIONS)}, got {self.op!r}{suggest(self.op, REDUCTIONS)}"
+            )
+        for name, argument in (*_FLAGS.items(), ("overlap", "overlap")):
+            flag = read_flag(argument, getattr(self, name), may_be_none=name == "overlap")
+            object.__setattr__(self, name, flag)
+        object.__setattr__(self, "passes_per_step", read_passes(self.passes_per_step))
+        for name, argument in _POSITIVE.items():
+            if not _is_within(getattr(self, name), 0, math.inf):
+                raise UsageError(f"{argument} must be a positive number, got {getattr(self, name)!r}")
         if self.predivide != 1 and self.op != "mean":
             raise UsageError("gradient_predivide_factor splits the division of an average, so it needs op=Average")
         if self.shard and (self.scheme is not None or self.compressor is not None):
@@ -100,6 +113,21 @@ class Options:
             f"passes={self.passes_per_step}", f"overlap={self.overlap}", f"float32 as {wire}",
             f"predivide={self.predivide}", f"sparse_as_dense={self.sparse_as_dense}", f"shard={self.shard}",
         ]  # fmt: skip
+
+
+def read_passes(passes: Any) -> int:
+    """Return `backward_passes_per_step` as an int. Raises UsageError unless it is a whole number of at least 1."""
+    if not _is_within(passes, 0, math.inf) or passes != int(passes):
+        raise UsageError(f"backward_passes_per_step must be a whole number, at least 1, got {passes!r}")
+    return int(passes)
+
+
+def _is_within(value: Any, least: float, most: float) -> bool:
+    """Return whether a value is a number between two others, excluding both."""
+    try:
+        return bool(least < value < most)
+    except (TypeError, ValueError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)

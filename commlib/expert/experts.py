@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from commlib.errors import UsageError
@@ -25,6 +26,8 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "choice": get_args(Choice),
     "balance": get_args(Balance),
 }
+_OF_MLP = ("activation", "gated", "bias")
+"""Settings that only the built-in MLP has, besides its features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +140,9 @@ class Experts:
         if isinstance(self.activation, type):
             kind = self.activation.__name__
             raise UsageError(f"Experts: activation is the class {kind}, expected a function, a name, or {kind}()")
-        if self.hidden is not None and self.hidden < 1:
-            raise UsageError(f"Experts: hidden is {self.hidden}, expected at least 1")
+        hidden = self.hidden
+        if hidden is not None and (isinstance(hidden, bool) or not isinstance(hidden, Integral) or hidden < 1):
+            raise UsageError(f"Experts: hidden is {hidden!r}, expected a whole number, at least 1, or None")
         self._check_groups()
         if self.second == "random" and self.top_k != 2:
             raise UsageError(f"Experts: second='random' is for top_k=2, got {self.top_k}")
@@ -181,12 +185,40 @@ class Experts:
             raise UsageError("MoE: pass Experts(hidden=...), the features within the built-in MLP, or expert=")
         return times * self.hidden
 
-    def check_conversion(self, what: str) -> None:
-        """Raise UsageError for settings that a dense MLP cannot become. what: the MLP, for errors."""
+    def check_conversion(self, what: str, sharded: str = "") -> None:
+        """Raise UsageError for settings that a dense MLP cannot become, or would ignore.
+
+        Raises it also for an MLP that is sharded, if experts are to be like it. what: the MLP, for errors. sharded: the
+        name of a sharded weight in it; "" if there is none.
+        """
+        if sharded and self.hidden is None:
+            raise UsageError(
+                f"{what}: {sharded} is sharded already, and experts are like a whole MLP: call expertize before "
+                "parallelize, whose plan leaves the MLP out, or pass hidden= for built-in MLPs"
+            )
         if self.shared and self.hidden is None:
             raise UsageError(f"{what}: shared experts are built-in MLPs: pass hidden=, their features")
         if self.copy and self.hidden is not None:
             raise UsageError(f"{what}: copies of a dense MLP have its size: pass copy=True or hidden=")
+        if given := "" if self.hidden is not None else self._settings_of_mlp(_OF_MLP):
+            raise UsageError(
+                f"{what}: {given} is for built-in MLPs, but without hidden= experts are like this MLP, with its own "
+                "activation and biases: pass hidden= too, or leave it out"
+            )
+
+    def check_custom(self, what: str) -> None:
+        """Raise UsageError for settings of the built-in MLP that custom experts ignore. what: the layer, for errors."""
+        if given := "" if self.shared else self._settings_of_mlp(("hidden", *_OF_MLP)):
+            raise UsageError(
+                f"{what}: {given} is for built-in MLPs, but expert= makes other experts, and there are no shared ones: "
+                "leave it out, or leave expert= out"
+            )
+
+    def _settings_of_mlp(self, names: tuple[str, ...]) -> str:
+        """Return those of some settings that differ from their defaults, for errors."""
+        defaults = {one.name: one.default for one in fields(self)}
+        given = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
+        return ", ".join(f"{name}={getattr(value, '__name__', repr(value))}" for name, value in given.items())
 
     def capacity(self, tokens: int, *, training: bool) -> int | None:
         """Return the maximum number of tokens, of `tokens` in all, that an expert takes; None: all."""

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import commlib
+from commlib.arguments import list_of, whole_numbers
 from commlib.communicator import Communicator
 from commlib.errors import TransportError, UsageError
 from commlib.horovod import environment
@@ -45,7 +46,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     if hasattr(comm, "Get_group"):
         global_process_set.mpi_comm = comm
     if process_sets is not None and not isinstance(process_sets, str):
-        registry().add_missing(list(process_sets), "init", distinct=True)
+        expected = 'process_sets="dynamic", or a list of ProcessSet'
+        registry().add_missing(list_of("init", expected, process_sets), "init", distinct=True)
     elif isinstance(process_sets, str) and process_sets != "dynamic":
         raise UsageError(f'init: process_sets is {process_sets!r}: expected "dynamic" or a list of ProcessSet')
     return world
@@ -216,14 +218,11 @@ def _native(comm: Any) -> Any:
     """Return the mpi4py communicator for `init`, or None for all ranks."""
     if comm is None or hasattr(comm, "Get_group"):
         return comm
-    if not isinstance(comm, Sequence) or isinstance(comm, str):
-        raise UsageError(f"init: comm is a {type(comm).__name__}: expected a list of ranks or an mpi4py communicator")
-    if not comm:
+    ranks = _read_ranks(comm)
+    if not ranks:
         return None
-    MPI = load_mpi()
-    ranks = [int(number) for number in comm]
-    everyone = MPI.COMM_WORLD
-    if everyone.rank not in ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < everyone.size:
+    everyone = load_mpi().COMM_WORLD
+    if everyone.rank not in ranks or not _are_distinct(ranks, everyone.size):
         raise UsageError(
             f"init: comm is {ranks}: expected distinct ranks of MPI's world (size {everyone.size}) that include this "
             f"rank, {everyone.rank}"
@@ -231,13 +230,35 @@ def _native(comm: Any) -> Any:
     return everyone.Create_group(everyone.Get_group().Incl(ranks))
 
 
+def _read_ranks(comm: Any) -> list[int]:
+    """Return the ranks of MPI's world in an argument `comm`. Raises UsageError unless it is a list of whole numbers."""
+    expected = "a list of ranks or an mpi4py communicator"
+    if isinstance(comm, str | bytes) or not isinstance(comm, Iterable):
+        raise UsageError(f"init: comm is a {type(comm).__name__}: expected {expected}")
+    given = list(comm)
+    ranks = whole_numbers(given)
+    if ranks is None:
+        raise UsageError(f"init: comm is {given}: expected {expected}")
+    return ranks
+
+
+def _are_distinct(ranks: Sequence[int], size: int) -> bool:
+    """Return whether ranks are distinct, and within a world of this size."""
+    return len(set(ranks)) == len(ranks) and 0 <= min(ranks) <= max(ranks) < size
+
+
 def _check_same(comm: Any, world: Any) -> None:
     """Raise UsageError unless `comm` has the ranks of the running job."""
     from mpi4py import MPI
 
+    others = UsageError("init: commlib is already initialised with other ranks: call shutdown first")
     if hasattr(comm, "Get_group"):
         group = comm.Get_group()
+    elif ranks := _read_ranks(comm):
+        if not _are_distinct(ranks, MPI.COMM_WORLD.size):
+            raise others
+        group = MPI.COMM_WORLD.Get_group().Incl(ranks)
     else:
-        group = MPI.COMM_WORLD.Get_group().Incl([int(number) for number in comm]) if comm else world.native.Get_group()
+        group = world.native.Get_group()
     if MPI.Group.Compare(group, world.native.Get_group()) != MPI.IDENT:
-        raise UsageError("init: commlib is already initialised with other ranks: call shutdown first")
+        raise others

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from commlib.arguments import list_of
 from commlib.dtypes import Array
+from commlib.errors import UsageError
 from commlib.horovod.operations import allgather_object, broadcast_object, start_broadcast
 from commlib.horovod.process_sets import ProcessSet, process_set_of, require_world
 
@@ -55,11 +57,18 @@ class NamedRanks:
         return start_broadcast([x], root, name, process_set=self._process_set, blocking=True).wait()
 
 
-def name_values(values: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return pairs (name, value) from a mapping, from pairs, or from values, which are named "tensor 0" and so on."""
+def name_values(call: str, values: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return pairs (name, value) from a mapping, from pairs, or from values, which are named "tensor 0" and so on.
+
+    Raises UsageError for anything else. call: its name, for errors.
+    """
     if isinstance(values, Mapping):
         return list(values.items())
-    return [item if isinstance(item, tuple) else (f"tensor {n}", item) for n, item in enumerate(values)]
+    items = list_of(call, "a mapping or an iterable of tensors, such as model.state_dict()", values)
+    for item in items:
+        if isinstance(item, tuple) and len(item) != 2:
+            raise UsageError(f"{call}: expected pairs (name, tensor), got a tuple of {len(item)} values")
+    return [item if isinstance(item, tuple) else (f"tensor {n}", item) for n, item in enumerate(items)]
 
 
 def plan_packs(sizes: Iterable[int], limit: int = PACK_BYTES) -> Iterator[list[int]]:

@@ -8,6 +8,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 import commlib
+from commlib.arguments import describe_type
 from commlib.coordinator import Coordinator, OpRequest
 from commlib.errors import MismatchError, UsageError
 from commlib.horovod.memberships import Members, all_sets, find_difference
@@ -170,6 +171,9 @@ class Registry:
         given: list[tuple[Members, ProcessSet]] = []
         refused = ""
         try:
+            for each in process_sets:
+                if not isinstance(each, ProcessSet):
+                    raise UsageError(f"{what}: expected a ProcessSet, got {describe_type(each)}")
             # A rank that a split left out has no communicator.
             given = [(self._ranks_of(each, what), each) for each in process_sets if not each.is_nothing]
         except UsageError as error:

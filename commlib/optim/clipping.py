@@ -20,8 +20,12 @@ from commlib.kernels.host.norm import sum_of_squares
 
 def check_limit(call: str, argument: str, limit: float) -> float:
     """Return the largest allowed norm, as a float. Raises UsageError if it is negative or NaN."""
-    if not limit >= 0:
-        raise UsageError(f"{call}: {argument} must be a non-negative number, got {limit}")
+    try:
+        is_right = bool(limit >= 0)
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise UsageError(f"{call}: {argument} must be a non-negative number, got {limit!r}")
     return float(limit)
 
 

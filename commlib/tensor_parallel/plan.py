@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
+from commlib.arguments import describe_type
 from commlib.errors import UsageError
 from commlib.suggestions import nearest
 from commlib.tensor_parallel.styles import Column, PerRank, Replicate, Row, Slice, Style, Vocabulary
@@ -33,6 +34,8 @@ def resolve(
     `Slice`; they are last. Raises UsageError for other objects, for a pattern that matches no layer, and for a layer
     with two styles.
     """
+    if not isinstance(plan, Mapping):
+        raise UsageError(f"plan: expected a mapping of layers' names to {kinds[0].__name__}, got {describe_type(plan)}")
     matches: dict[str, list[tuple[str, S]]] = {name: [] for name in (*names, *numbers, *arguments)}
     for pattern, style in plan.items():
         if not isinstance(style, kinds):
@@ -45,7 +48,7 @@ def resolve(
         # `*.num_heads` does not match numbers of a configuration object.
         matched = [name for name in named if able is not numbers or ".config." in pattern or ".config." not in name]
         if not matched:
-            close = get_close_matches(pattern, able, 3, 0.4) or list(able)[:8]
+            close = get_close_matches(pattern, able, 3, 0.4) or [name or "the model itself" for name in able[:8]]
             what = "number" if isinstance(style, PerRank) else "argument" if isinstance(style, Slice) else "layer"
             raise UsageError(f"plan: no {what} is called {pattern!r}; there are {', '.join(close)}, ...")
         for name in matched:
@@ -66,7 +69,8 @@ def _one(name: str, matches: list[tuple[str, S]]) -> S:
     styles = exact or [style for _, style in matches]
     if any(style != styles[0] for style in styles):
         text = ", ".join(f"{pattern!r}: {style}" for pattern, style in matches)
-        raise UsageError(f"plan: {name} has several styles: {text}: give it only one, under its full name")
+        what = name or "the model itself"
+        raise UsageError(f"plan: {what} has several styles: {text}: give it only one, under its full name")
     return styles[0]
 
 

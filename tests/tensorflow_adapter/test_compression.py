@@ -160,3 +160,8 @@ def test_momentum_does_not_count_twice() -> None:
         DistributedOptimizer(
             keras.mixed_precision.LossScaleOptimizer(keras.optimizers.Adam(0.05)), compression="dgc:ratio=0.1"
         )
+    optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.05), compression="dgc:ratio=0.1")
+    optimizer.momentum = 0.9
+    variable = keras.Variable([1.0])
+    with pytest.raises(UsageError, match=r"'dgc:ratio=0.1' includes momentum, but SGD has momentum 0.9"):
+        optimizer.apply([tf.constant([1.0])], [variable])

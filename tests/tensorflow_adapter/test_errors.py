@@ -64,6 +64,25 @@ def test_usage_errors(comm: Any, mode: str) -> None:
         in_mode(mode, lambda x: hvd.allreduce(x, op=hvd.Max, prescale_factor=2.0))(tf.constant([True]))
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (hvd.grouped_allreduce, "grouped_allreduce: expected a list of tensors"),
+        (hvd.grouped_allgather, "grouped_allgather: expected a list of tensors"),
+        (hvd.grouped_reducescatter, "grouped_reducescatter: expected a list of tensors"),
+        (lambda other: hvd.broadcast_(other, 0), "broadcast_: expected a list of variables"),
+        (lambda other: hvd.broadcast_variables(other, 0), "broadcast_variables: expected variables, such as"),
+        (lambda other: hvd.clip_by_global_norm(other, 1.0), "clip_by_global_norm: expected a list of gradients"),
+        (lambda other: hvd.init(process_sets=other), 'init: expected process_sets="dynamic", or a list of ProcessSet'),
+    ],
+)
+def test_arguments_of_other_types_are_refused(comm: Any, call: Any, text: str) -> None:
+    """Regression: they raised a TypeError from within."""
+    for other, got in ((3, "int 3"), (object(), "object")):
+        with pytest.raises(UsageError, match=f"{text}.*, got {got}"):
+            call(other)
+
+
 def test_other_errors_of_tensorflow_are_not_converted(comm: Any) -> None:
     with pytest.raises(UsageError) as ours:
         hvd.broadcast(tf.ones(2), comm.size)

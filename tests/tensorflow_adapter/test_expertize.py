@@ -13,7 +13,14 @@ import tensorflow as tf
 from commlib import Communicator, Mesh
 from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
-from commlib_tensorflow import DistributedGradientTape, DistributedOptimizer, clip_by_global_norm, gather_weights
+from commlib_tensorflow import (
+    Column,
+    DistributedGradientTape,
+    DistributedOptimizer,
+    clip_by_global_norm,
+    gather_weights,
+    parallelize,
+)
 from commlib_tensorflow.expert import MoE, expertize
 
 L = keras.layers
@@ -180,6 +187,12 @@ def test_unsupported_settings_are_refused_by_name(comm: Communicator) -> None:
         np.testing.assert_array_equal(model(rows(comm)), expected, err_msg=name)
     with pytest.raises(UsageError, match=r"expertize: expected a keras.Model, got builtins.list"):
         expertize([], comm, plan(comm))
+    with pytest.raises(UsageError, match=r"mlp: activation='gleu' is for built-in MLPs.*pass hidden= too"):
+        expertize(dense(), comm, plan(comm, activation="gleu"))
+    with pytest.raises(UsageError, match=r"activation 'silo', expected a function, or a name .*did you mean 'silu'\?"):
+        expertize(dense(), comm, plan(comm, hidden=3, activation="silo"))
+    with pytest.raises(UsageError, match="mix: hidden=3 is for built-in MLPs, but expert= makes other experts"):
+        MoE(Experts(2 * comm.size, hidden=3), comm, expert=lambda: L.Dense(4), name="mix")
     model = dense(kernel_regularizer="l2")
     with pytest.raises(
         UsageError, match=r"kernel has a regularizer, which built-in experts \(hidden=\) do not support"
@@ -187,6 +200,15 @@ def test_unsupported_settings_are_refused_by_name(comm: Communicator) -> None:
         expertize(model, comm, plan(comm, hidden=3))
     with pytest.raises(UsageError, match=r"for rows float32\[number, 4\] an expert returns float32\[number, 5\]"):
         MoE(Experts(2 * comm.size), comm, expert=lambda: L.Dense(5))(rows(comm))
+
+
+@pytest.mark.ranks(min=2)
+def test_sharded_mlps_are_refused(comm: Communicator) -> None:
+    """Regression: the error named shapes, and not the reason."""
+    model = dense()
+    parallelize(model, comm, {"mlp/first": Column(gather=True)})
+    with pytest.raises(UsageError, match=r"mlp: .*first/kernel is sharded already.*expertize before parallelize"):
+        expertize(model, comm, plan(comm))
 
 
 class Scaled(Doubles):

@@ -1,7 +1,7 @@
 """Gradients of a tape match one process on the whole batch."""
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -348,6 +348,8 @@ def test_wrong_arguments(comm: Any) -> None:
         GradientsByName("wrong")([None, None], ["a"])
     with pytest.raises(UsageError, match=r"the gradient of a: .*string"):
         GradientsByName("wrong")([tf.constant("text")], ["a"])
+    with pytest.raises(UsageError, match="scale_local_gradients is 'no', expected True or False"):
+        hvd.DistributedGradientTape(tf.GradientTape(), scale_local_gradients=cast("Any", "no"))
     with pytest.raises(UsageError, match="former name"):
         hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2, groups=2)
 

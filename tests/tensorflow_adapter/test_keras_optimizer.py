@@ -319,6 +319,11 @@ def test_an_optimizer_that_does_not_reduce_is_refused() -> None:
         ({"op": hvd.Max}, "Average or Sum.*Max"),
         ({"backward_passes_per_step": 0}, "at least 1, got 0"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+        ({"overlap": "x"}, "overlap is 'x', expected True, False or None"),
+        ({"sparse_as_dense": "yes"}, "sparse_as_dense is 'yes', expected True or False"),
+        ({"scale_local_gradients": "no"}, "scale_local_gradients is 'no', expected True or False"),
+        ({"average_aggregated_gradients": 2}, "average_aggregated_gradients is 2, expected True or False"),
+        ({"op": "maen"}, r"op is 'maen'.*did you mean 'mean'\?"),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -326,3 +326,29 @@ def test_momentum_does_not_count_twice(kind: Any, options: dict[str, Any], setti
     with pytest.raises(UsageError, match=expected):
         DistributedOptimizer(kind(groups), compression="dgc:ratio=0.1")
     DistributedOptimizer(kind(groups), compression="dgc:momentum=0.0")
+
+
+def test_momentum_set_later_does_not_count_twice() -> None:
+    """A schedule may set it, such as OneCycleLR."""
+    model, more = network(), network()
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), compression="dgc:ratio=0.1")
+    expected = "'dgc:ratio=0.1' includes momentum, but SGD has momentum 0.9, too: use SGD without momentum"
+    with pytest.raises(UsageError, match=expected):
+        optimizer.add_param_group({"params": more.parameters(), "momentum": 0.9})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["momentum"] = 0.9
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(UsageError, match=expected):
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    optimizer.param_groups[0]["momentum"] = 0.0
+    optimizer.step()
+
+
+@pytest.mark.ranks(min=2)
+def test_momentum_does_not_count_twice_with_data_parallel(comm: Any) -> None:
+    model = DataParallel(network(), compression="dgc:ratio=0.1")
+    model(torch.ones(2, 40)).sum().backward()
+    with pytest.raises(UsageError, match=r"includes momentum, but SGD has momentum 0.9, too"):
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9).step()
+    torch.optim.SGD(model.parameters(), 0.1).step()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from commlib import Communicator, Mesh
 from commlib.errors import MismatchError, UsageError
 from commlib.expert import Experts
-from commlib_torch import DistributedOptimizer, gather_state_dict
+from commlib_torch import Column, DistributedOptimizer, Row, gather_state_dict, parallelize
 from commlib_torch.expert import MoE, auxiliary_loss, expertize
 from tests.torch_adapter.expert_mlp import MLP, WIDTH
 from tests.torch_adapter.expert_oracle import near, single
@@ -100,12 +100,34 @@ def test_invalid_arguments_are_refused(comm: Communicator) -> None:
         expertize(plain, comm, {"layers.*.norm": Experts(4)})
     with pytest.raises(UsageError, match=r"copy=True or hidden="):
         expertize(plain, comm, {"layers.*.mlp": Experts(4, copy=True, hidden=3)})
+    with pytest.raises(UsageError, match=r"layers.0.mlp: activation='gleu' is for built-in MLPs.*pass hidden= too"):
+        expertize(plain, comm, {"layers.*.mlp": Experts(4, activation="gleu")})
+    with pytest.raises(UsageError, match=r"activation 'gleu', expected a function, or one of .*did you mean 'gelu'\?"):
+        expertize(plain, comm, {"layers.*.mlp": Experts(4, hidden=3, activation="gleu")})
+    with pytest.raises(UsageError, match="mix: hidden=3 is for built-in MLPs, but expert= makes other experts"):
+        MoE(WIDTH, Experts(comm.size, top_k=1, hidden=3), comm, expert=MLP, name="mix")
     assert isinstance(plain.layers[0]["mlp"], MLP)
     if comm.size > 1:
         with pytest.raises(UsageError, match="every rank needs at least one"):
             expertize(plain, comm, {"layers.*.mlp": Experts(1, top_k=1)})
         with pytest.raises(MismatchError):
             expertize(plain, comm, {"layers.*.mlp": Experts(4 + 4 * (comm.rank == 1))})
+
+
+@pytest.mark.ranks(min=2)
+def test_sharded_mlps_are_refused(comm: Communicator) -> None:
+    """Regression: it was a MismatchError between the descriptions of two shards."""
+    own = Model(sequential=True)
+    parallelize(own, comm, {"layers.*.mlp.0": Column(), "layers.*.mlp.2": Row()})
+    for copy in (False, True):
+        with pytest.raises(UsageError, match=r"layers.0.mlp: 0.weight is sharded already.*expertize before parallel"):
+            expertize(own, comm, {"layers.*.mlp": Experts(2 * comm.size, copy=copy)})
+
+
+def test_a_wrong_name_in_a_plan_is_answered_with_names(comm: Communicator) -> None:
+    """Regression: the list began with the empty name of the model itself."""
+    with pytest.raises(UsageError, match="no layer is called 'xyz'; there are the model itself, layers, "):
+        expertize(model(), comm, {"xyz": Experts(4)})
 
 
 ACTIVATIONS: dict[str, Any] = {

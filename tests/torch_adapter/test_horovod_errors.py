@@ -2,15 +2,18 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import commlib_torch as hvd
+import commlib_torch.horovod
 from commlib.errors import MismatchError, UsageError
 
+from .oracle import model
 from .values import check
 
 Call = Callable[[], Any]
@@ -172,3 +175,70 @@ def test_thousands_of_tensors_in_any_order(comm: Any) -> None:
         total = sum(range(comm.size))
         for n in random.Random(comm.rank + 7).sample(order, count):
             check(hvd.synchronize(handles[n]), torch.full((n % 7 + 1,), float(n * comm.size + total)))
+
+
+OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "DataParallel": (hvd.DataParallel, "DataParallel: expected an nn.Module"),
+    "convert_sync_batchnorm": (hvd.convert_sync_batchnorm, "convert_sync_batchnorm: expected an nn.Module"),
+    "expertize": (
+        lambda other: hvd.expertize(other, commlib_torch.horovod.init(), {"mlp": hvd.Experts(4)}),
+        "expertize: expected an nn.Module",
+    ),
+    "parallelize": (
+        lambda other: hvd.parallelize(other, commlib_torch.horovod.init(), {"mlp": hvd.Column()}),
+        "parallelize: expected an nn.Module",
+    ),
+    "a plan": (
+        lambda other: hvd.parallelize(nn.Linear(2, 2), commlib_torch.horovod.init(), other),
+        "plan: expected a mapping of layers' names to Column",
+    ),
+    "broadcast_parameters": (
+        hvd.broadcast_parameters,
+        r"broadcast_parameters: expected a mapping or an iterable of tensors, such as model.state_dict\(\)",
+    ),
+    "broadcast_optimizer_state": (
+        hvd.broadcast_optimizer_state,
+        "broadcast_optimizer_state: expected a torch optimizer",
+    ),
+    "clip_grad_norm_": (
+        lambda other: hvd.clip_grad_norm_(other, 1.0),
+        r"clip_grad_norm_: expected parameters, such as model.parameters\(\)",
+    ),
+    "named_parameters": (
+        lambda other: hvd.DistributedOptimizer(torch.optim.SGD(model().parameters(), 0.1), other),
+        "DistributedOptimizer: expected named_parameters= such as",
+    ),
+    "grouped_allreduce": (hvd.grouped_allreduce, "grouped_allreduce: expected a list of tensors"),
+    "grouped_allreduce_": (hvd.grouped_allreduce_, "grouped_allreduce: expected a list of tensors"),
+    "grouped_allreduce_async": (hvd.grouped_allreduce_async, "grouped_allreduce: expected a list of tensors"),
+    "grouped_allgather": (hvd.grouped_allgather, "grouped_allgather: expected a list of tensors"),
+    "grouped_reducescatter": (hvd.grouped_reducescatter, "grouped_reducescatter: expected a list of tensors"),
+    "grouped_reducescatter_async": (
+        hvd.grouped_reducescatter_async,
+        "grouped_reducescatter: expected a list of tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", OTHERS)
+def test_arguments_of_other_types_are_refused(comm: Any, call: str) -> None:
+    """Regression: some raised a TypeError or an AttributeError from within."""
+    run, text = OTHERS[call]
+    for other, got in ((3, "int 3"), (object(), "object")):
+        with pytest.raises(UsageError, match=f"{text}.*, got {got}"):
+            run(other)
+
+
+@pytest.mark.parametrize("wrong", ["x", 3, [0, "x"], [0.5], object()])
+def test_init_refuses_other_ranks(comm: Any, wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"init: comm is .*: expected a list of ranks or an mpi4py communicator"):
+        commlib_torch.horovod.init(comm=wrong)
+    with pytest.raises(UsageError, match="init: commlib is already initialised with other ranks"):
+        commlib_torch.horovod.init(comm=[comm.size])
+    assert commlib_torch.horovod.init(comm=np.arange(comm.size)) is comm
+
+
+def test_init_refuses_other_process_sets(comm: Any) -> None:
+    for wrong, text in ((3, 'expected process_sets="dynamic", or a list of ProcessSet'), ([3], "a ProcessSet")):
+        with pytest.raises(UsageError, match=f"init: .*{text}, got int 3"):
+            commlib_torch.horovod.init(process_sets=cast("Any", wrong))

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from commlib.errors import MismatchError, UsageError
 from commlib_torch import DataParallel, DistributedOptimizer
+from commlib_torch import horovod as hvd
 
 from .oracle import assert_close, assert_same_everywhere, batch, gradients_of, loss_of, mine, model, parameters_of
 
@@ -242,6 +243,15 @@ def test_bad_arguments(comm: Any) -> None:
         wrap(backward_passes_per_step=0)
     with pytest.raises(UsageError, match="positive"):
         wrap(bucket_cap_mib=0)
+    for op in (hvd.Average, hvd.Adasum):
+        with pytest.raises(UsageError, match="overlap is 'x', expected True, False or None"):
+            wrap(overlap="x", op=op)
+        with pytest.raises(UsageError, match="sparse_as_dense is 'yes', expected True or False"):
+            wrap(sparse_as_dense="yes", op=op)
+    with pytest.raises(UsageError, match=r"op must be one of mean, sum, got 'maen'; did you mean 'mean'\?"):
+        wrap(op="maen")
+    with pytest.raises(UsageError, match="compress_within_node is 'no', expected True or False"):
+        DataParallel(network, compress_within_node=cast("Any", "no"))
     with pytest.raises(UsageError, match="lacks parameters of the optimizer: group 0, parameter 1;"):
         wrap(named_parameters=[("weight", network[0].weight)])
     with pytest.raises(UsageError, match="two parameters are named 'same'"):

@@ -7,8 +7,9 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -477,3 +478,27 @@ def test_unsendable_tensors_are_refused_with_the_layer(comm: Any, kind: Any, tex
     with pytest.raises(UsageError if is_first else PeerError, match=match):
         pipe.predict(batch()[0])
     pipe.close()
+
+
+@pytest.mark.parametrize("given", [3, "x", (1, 2.0), {}, np.ones((8, WIDTH))])
+@pytest.mark.parametrize("name", ["verify", "example"])
+def test_batches_without_tensors_are_refused(comm: Any, name: str, given: Any) -> None:
+    """Regression: the model was run with them, and raised its own error."""
+    with pytest.raises(UsageError, match=f"pipeline: {name}= has no tensor, expected .*, got"):
+        pipeline(layers(comm), comm, microbatches=2, loss=nn.MSELoss(), **{name: given})
+
+
+def test_a_batch_without_its_target_is_refused(comm: Any) -> None:
+    x, _ = batch()
+    with pytest.raises(UsageError, match=r"verify= has no target.*pass verify=\(x, y\), the arguments of step"):
+        pipeline(layers(comm), comm, microbatches=2, loss=nn.MSELoss(), verify=x)
+
+
+def test_microbatches_are_a_whole_number(comm: Any) -> None:
+    for wrong in ("2", 2.5):
+        with pytest.raises(UsageError, match=f"and {wrong!r} microbatches; expected at least 1 of each"):
+            pipeline(layers(comm), comm, microbatches=cast("Any", wrong), loss=nn.MSELoss())
+
+
+def layers(comm: Any) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(comm.size)))

@@ -265,3 +265,44 @@ def test_forward_mode_is_refused(comm: Any) -> None:
     for transform in (lambda: torch.func.jvp(ct.all_reduce, (x,), (x,)), lambda: torch.func.vmap(ct.all_reduce)(x)):
         with pytest.raises(UsageError, match=r"forward-mode|function transforms \(torch.func.grad, vmap"):
             transform()
+
+
+def sharded(x: Tensor, comm: Any) -> Tensor:
+    result: Tensor = ct.ParallelMLP(2, 2 * comm.size, comm).double()(x)
+    return result
+
+
+def mixture(x: Tensor, comm: Any) -> Tensor:
+    result: Tensor = ct.MoE(2, ct.Experts(comm.size, top_k=1, hidden=3, balance="none"), comm).double()(x)
+    return result
+
+
+COMMUNICATING: dict[str, Any] = {
+    "allreduce": lambda x, comm: ct.allreduce(x),
+    "allgather": lambda x, comm: ct.allgather(x),
+    "reducescatter": lambda x, comm: ct.reducescatter(x),
+    "alltoall": lambda x, comm: ct.alltoall(x, torch.full((comm.size,), 2))[0],
+    "broadcast": lambda x, comm: ct.broadcast(x, 0),
+    "SyncBatchNorm": lambda x, comm: ct.SyncBatchNorm(2).double()(x),
+    "ParallelMLP": sharded,
+    "MoE": mixture,
+}
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", [*COMMUNICATING, *CASES])
+@pytest.mark.parametrize("is_vmap", [False, True], ids=["is_grads_batched", "vmap"])
+def test_batches_of_gradients_are_refused(comm: Any, name: str, is_vmap: bool) -> None:
+    """Regression: PyTorch's errors did not name the reason."""
+    case = CASES.get(name)
+    shape = case.shape(comm.rank, comm.size) if case else (2 * comm.size, 2)
+    x = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    y = case.call(ct, x, comm, zeros) if case else COMMUNICATING[name](x, comm)
+    batch = torch.ones(3, *y.shape, dtype=y.dtype)
+    with pytest.raises(UsageError, match=r"function transforms \(torch.func.grad, vmap, .*is_grads_batched"):
+        if is_vmap:
+            torch.func.vmap(lambda one: torch.autograd.grad(y, x, one, retain_graph=True)[0])(batch)
+        else:
+            torch.autograd.grad(y, x, batch, is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, batch[0])
+    assert ct.all_reduce(torch.ones(1), ranks=comm).item() == comm.size

@@ -144,9 +144,10 @@ def _find_mlps(model: Any, plan: Mapping[str, Experts]) -> list[tuple[int, Any, 
             raise UsageError(f"expertize: {name} is a mixture of experts already: leave it out of the plan")
         if not layer.built:
             raise UsageError(f"expertize: {name} is not built: call the model once, or give it an Input")
+        sharded = [one.path for one in layer.variables if shard_of(one) is not None]
+        experts.check_conversion(f"expertize: {name}", next(iter(sharded), ""))
         check_layer(f"expertize: {name}", layer)
         width = width_of(name, layer)
-        experts.check_conversion(f"expertize: {name}")
         if experts.hidden is not None:
             check_plain(f"expertize: {name}", layer)
             continue

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from commlib.sharding.axis import ParallelAxis
 from commlib.sharding.sharding import Sharding
+from commlib_tensorflow.tensor.blocks import activation_of
 from commlib_tensorflow.tensor.moves import copy, reduce
 
 
@@ -32,7 +33,7 @@ class MLP(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
     ) -> None:
         super().__init__(**kwargs)
         self.width, self.hidden, self.gated, self.use_bias = width, hidden, gated, use_bias
-        self.activation = keras.activations.get(activation)
+        self.activation = activation_of("MLP", activation)
 
     def build(self, input_shape: Any) -> None:
         """Create the weights."""

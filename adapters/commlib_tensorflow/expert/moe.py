@@ -73,6 +73,8 @@ class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no 
         # First of all: ranks with other expert options would deadlock, or mix up their messages.
         given = {**options_of(experts), "expert": expert and "a custom layer", "dtype": self.dtype_policy.name}
         self._agreement = self.ranks.agree("MoE", "", given)  # names differ between ranks
+        if expert is not None:
+            experts.check_custom(self.name)
         self.axis = self.ranks.axis if self.ranks.product is None else self.ranks.product
         name = self.name if kwargs.get("name") else self.ranks.first(self.name)
         self.mixture = Mixture(name, experts, self.ranks)

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
+from commlib.arguments import list_of
 from commlib.compress.casts import Compressors, check_compressor
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
@@ -146,7 +147,7 @@ def grouped_allreduce(
     """
     group = core.process_set_of(process_set)
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, group)
-    given = list(tensors)
+    given = list_of("grouped_allreduce", "a list of tensors", tensors)
     slices = [tensor for tensor in given if isinstance(tensor, tf.IndexedSlices)]
     dense = _tensors(given, but=tf.IndexedSlices)
     if not given:
@@ -203,7 +204,7 @@ def grouped_allgather(
         >>> [each.numpy().tolist() for each in ct.grouped_allgather([tf.constant([comm.rank])])]
         [[0, 1]]
     """
-    given = _tensors(tensors)
+    given = _tensors(list_of("grouped_allgather", "a list of tensors", tensors))
     if not given:
         return []
     name = operation_name("GroupedAllgather", name, given[0], ignore_name_scope=ignore_name_scope)
@@ -274,7 +275,7 @@ def broadcast_(
         >>> weight.numpy()
         array([1], dtype=int32)
     """
-    variables = list(variables)
+    variables = list_of("broadcast_", "a list of variables", variables)
     if not variables:
         return []
     for position, variable in enumerate(variables):
@@ -390,7 +391,7 @@ def grouped_reducescatter(
         >>> [each.numpy().tolist() for each in ct.grouped_reducescatter([tf.ones([4])], op=ct.Sum)]
         [[2.0, 2.0]]
     """
-    given = _tensors(tensors)
+    given = _tensors(list_of("grouped_reducescatter", "a list of tensors", tensors))
     if not given:
         return []
     name = operation_name("GroupedReducescatter", name, given[0], ignore_name_scope=ignore_name_scope)

@@ -12,6 +12,7 @@ from commlib.comparison.agreement import LayerAgreement
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
 from commlib.sharding.axis import AxisRanks
+from commlib.suggestions import suggest
 from commlib.tensor_parallel.heads import check_attention
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow.tensor._file_layers import refuse_configuration
@@ -19,6 +20,21 @@ from commlib_tensorflow.tensor._sharded_layer import is_elementwise
 from commlib_tensorflow.tensor.dense import ColumnDense, RowDense
 from commlib_tensorflow.tensor.moves import axis_of
 from commlib_tensorflow.tensor.streams import dropout
+
+
+def activation_of(what: str, given: Any) -> Any:
+    """Return an activation given by name, or as a function. Raises UsageError."""
+    if isinstance(given, type):
+        raise UsageError(
+            f"{what}: activation is the class {given.__name__}, expected {given.__name__}(), or a function"
+        )
+    try:
+        return keras.activations.get(given)
+    except ValueError as error:
+        known = {name for name in dir(keras.activations) if not name.startswith("_")} - {"get", "serialize"}
+        raise UsageError(
+            f"{what}: activation {given!r}, expected a function, or a name of keras.activations{suggest(given, known)}"
+        ) from error
 
 
 class _ParallelBlock(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
@@ -185,7 +201,7 @@ class ParallelMLP(_ParallelBlock):
         super().__init__(**kwargs)
         shared = axis_of(ranks, "ParallelMLP")
         self.supports_jit = False
-        self.width, self.gated, self.activation = width, gated, keras.activations.get(activation)
+        self.width, self.gated, self.activation = width, gated, activation_of("ParallelMLP", activation)
         if not is_elementwise(self.activation):
             raise UsageError(f"ParallelMLP: activation {activation!r} needs all hidden features, which are sharded")
         common = {"use_bias": bias, "dtype": self.dtype_policy}

@@ -17,6 +17,7 @@ from commlib.expert.expert_ranks import ExpertRanks, MixtureRanks
 from commlib.expert.experts import Experts
 from commlib.mesh_groups import Mesh
 from commlib.tensor_parallel.plan import resolve
+from commlib_torch._readiness import check_module
 from commlib_torch._shards import shard_of
 from commlib_torch.expert._attribute_state import attribute_state_of, broadcast_attribute_state, fingerprint_of
 from commlib_torch.expert._copies import check_copies, copy_mlp
@@ -99,6 +100,7 @@ def _values_of_rank_0(model: nn.Module, comm: Communicator, mixture: MoE) -> Ite
 
 
 def _find_mlps(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str, nn.Module, Experts]]:
+    check_module("expertize", model)
     modules = dict(model.named_modules(remove_duplicate=False))
     mlps = [(name, modules[name], experts) for name, experts in resolve(plan, list(modules), (Experts,)).items()]
     mixtures = {layer: name for name, one in modules.items() if isinstance(one, MoE) for layer in one.modules()}
@@ -109,8 +111,9 @@ def _find_mlps(model: nn.Module, plan: Mapping[str, Experts]) -> list[tuple[str,
         if (mixture := mixtures.get(module)) is not None:
             within = "" if mixture == name else f"within {mixture}, "
             raise UsageError(f"expertize: {name} is {within}a mixture of experts already: leave it out of the plan")
+        sharded = [own for own, one in module.named_parameters() if shard_of(one) is not None]
+        experts.check_conversion(f"expertize: {name}", next(iter(sharded), ""))
         width_of(name, module)
-        experts.check_conversion(f"expertize: {name}")
         if experts.hidden is None:
             check_tied(f"expertize: {name}", module, model)
             check_copies("expertize", name, module, model, going)

@@ -69,6 +69,8 @@ class MoE(ShardedModule, AuxiliaryLossModule):
         # Before any other message: ranks with other experts would wait for each other, or mix messages.
         given = {"width": width, **options_of(experts), "expert": expert and "a module of its own", "name": name}
         self._agreement = expert_ranks.agree("MoE", name, {**given, "dtype": torch.get_default_dtype()})
+        if expert is not None:
+            experts.check_custom(name)
         self.mixture = Mixture(name, experts, expert_ranks)
         seed = expert_ranks.first(int(torch.randint(1 << 62, (), device="cpu")))
         make = expert or (lambda: self._mlp(1))

@@ -14,6 +14,7 @@ from torch import Tensor
 from commlib import horovod as core
 from commlib.horovod import Reduction
 from commlib_torch._bridge import check_dense
+from commlib_torch._function_transforms import explain
 from commlib_torch.named_verbs._named_operations import (
     ProcessSets,
     Splits,
@@ -117,7 +118,12 @@ def gradient_name(name: str | None) -> str | None:
 
 
 def _differentiable(forward: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list(_Operation.apply(forward, *tensors))  # type: ignore[no-untyped-call]
+    try:
+        return list(_Operation.apply(forward, *tensors))  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if (explained := explain(error, "verbs on tensors that require a gradient")) is error:
+            raise
+        raise explained from error
 
 
 class _Operation(torch.autograd.Function):

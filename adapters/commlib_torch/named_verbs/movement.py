@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from commlib import horovod as core
+from commlib.arguments import list_of
 from commlib.errors import UsageError
 from commlib.literals import AlgorithmName
 from commlib.ranks import Ranks
@@ -72,9 +73,10 @@ def _grouped_allgather(
         >>> ct.grouped_allgather([torch.tensor([comm.rank])])
         [tensor([0, 1])]
     """
+    given = list_of("grouped_allgather", "a list of tensors", tensors)
     return NamedOperation(
-        lambda blocking: start_allgather(tensors, name, process_set, blocking=blocking),
-        lambda: _autograd.allgather(tensors, name, process_set),
+        lambda blocking: start_allgather(given, name, process_set, blocking=blocking),
+        lambda: _autograd.allgather(given, name, process_set),
     )
 
 

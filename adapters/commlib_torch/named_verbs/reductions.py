@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from commlib import horovod as core
+from commlib.arguments import list_of
 from commlib.compress.casts import Compressors, check_compressor
 from commlib.horovod import Reduction
 from commlib_torch._bridge import check_dense
@@ -119,7 +120,8 @@ def grouped_allreduce(
         process_set: The participating ranks; None: all.
     """
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return _compressed(compression, tensors, lambda tensors: _autograd.allreduce(tensors, how))
+    given = list_of("grouped_allreduce", "a list of tensors", tensors)
+    return _compressed(compression, given, lambda tensors: _autograd.allreduce(tensors, how))
 
 
 def _grouped_allreduce(
@@ -132,7 +134,8 @@ def _grouped_allreduce(
     process_set: ProcessSets = None,
 ) -> NamedAllreduce[list[Tensor]]:
     how = Reduction.of(op, average, name, prescale_factor, postscale_factor, process_set)
-    return NamedAllreduce(tensors, how, lambda results: results)
+    given = list_of("grouped_allreduce", "a list of tensors", tensors)
+    return NamedAllreduce(given, how, lambda results: results)
 
 
 grouped_allreduce_async = _verb.starting(_grouped_allreduce)
@@ -215,7 +218,8 @@ def grouped_reducescatter(
         tensor([2., 2.])
     """
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
-    return _compressed(compression, tensors, lambda tensors: _autograd.reducescatter(tensors, how))
+    given = list_of("grouped_reducescatter", "a list of tensors", tensors)
+    return _compressed(compression, given, lambda tensors: _autograd.reducescatter(tensors, how))
 
 
 def _grouped_reducescatter(
@@ -227,7 +231,8 @@ def _grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> NamedOperation[list[Tensor]]:
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, process_set)
-    return NamedOperation(lambda blocking: start_reducescatter(tensors, how, blocking=blocking))
+    given = list_of("grouped_reducescatter", "a list of tensors", tensors)
+    return NamedOperation(lambda blocking: start_reducescatter(given, how, blocking=blocking))
 
 
 grouped_reducescatter_async = _verb.starting(_grouped_reducescatter)

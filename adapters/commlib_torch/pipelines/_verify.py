@@ -8,10 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from commlib.arguments import describe_type
 from commlib.communicator import Communicator
 from commlib.comparison.agreement import run_together
 from commlib.comparison.parameter_check import check_agreement
@@ -34,6 +36,8 @@ from commlib_torch.pipelines._reference_run import (
     tolerance_of,
 )
 from commlib_torch.pipelines._shared_objects import SharedObjects
+
+_NO_TENSORS = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, type(None))
 
 
 class VerifiedPipeline(Protocol):
@@ -149,13 +153,26 @@ def _step_in_one_process(model: Any, call: Any, y: Any, loss: Any, spreads: bool
     fresh = pytree.tree_map_only(Tensor, torch.clone, call)
     with force_mode(everything, training=False), preserve_random_state(), torch.enable_grad():
         output = call_chain(copied, fresh, spreads=spreads)
-        value = total_of(own_loss(output) if y is None else own_loss(output, y))
+        value = total_of(_loss_of(own_loss, output, y))
         value.backward()
     gradients = {
         name: None if weight.grad is None else host_array(weight.grad)
         for name, weight in named_values(copied, "named_parameters")
     }
     return ModelRun({"the loss": _number(value)}, gradients)
+
+
+def _loss_of(loss: Any, output: Any, y: Any) -> Any:
+    """Return the loss of an output. Raises UsageError if a target is missing."""
+    if y is not None:
+        return loss(output, y)
+    try:
+        return loss(output)
+    except TypeError as error:
+        raise UsageError(
+            f"pipeline: verify= has no target, and the loss cannot be called without one ({error}): pass "
+            "verify=(x, y), the arguments of step"
+        ) from error
 
 
 def _number(loss: Tensor) -> Any:
@@ -168,6 +185,7 @@ def _copy_of_loss(loss: Any) -> Any:
 
 def unpack_batch(batch: Any) -> tuple[Any, Any]:
     """Return x and y of the batch given as `verify=`. Raises UsageError."""
+    check_tensors("verify=", batch, "the arguments of step: (x, y)")
     if not isinstance(batch, tuple):
         return batch, None
     if len(batch) > 2 or not batch:
@@ -176,6 +194,13 @@ def unpack_batch(batch: Any) -> tuple[Any, Any]:
             "the model has several"
         )
     return batch if len(batch) == 2 else (batch[0], None)
+
+
+def check_tensors(argument: str, batch: Any, expected: str) -> None:
+    """Raise UsageError for a batch of numbers, texts or numpy arrays only, with which no model runs."""
+    leaves = pytree.tree_leaves(batch)
+    if all(isinstance(leaf, _NO_TENSORS) for leaf in leaves):
+        raise UsageError(f"pipeline: {argument} has no tensor, expected {expected}, got {describe_type(batch)}")
 
 
 def _describe_batch(batch: Any, model: Any) -> list[str]:

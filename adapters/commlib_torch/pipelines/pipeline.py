@@ -69,7 +69,7 @@ from commlib_torch.pipelines._sync_batch_norms import check_batch_norms
 from commlib_torch.pipelines._tied_weights import TiedWeights
 from commlib_torch.pipelines._traced_model import TracedModel
 from commlib_torch.pipelines._units import are_constructors, build, costs_of, layers_of, outline, units_of
-from commlib_torch.pipelines._verify import check_with_example, unpack_batch, verify_cut
+from commlib_torch.pipelines._verify import check_tensors, check_with_example, unpack_batch, verify_cut
 from commlib_torch.tensor._norms import watch_norms
 from commlib_torch.tensor.plan_check import check_stages
 from commlib_torch.tensor.state import gather_optimizer_state, gather_shards, load_optimizer_state
@@ -160,6 +160,8 @@ def pipeline(
     recompute = resolve_recompute(model if isinstance(model, nn.Module) else layers_of(model), checkpoint)
     comm = communicator_of(ranks, "pipeline")
     check_batch_norms(comm, model)
+    if example is not None:
+        check_tensors("example=", example, "an x with the rows of one microbatch")
     x = unpack_batch(verify)[0] if example is None and verify is not None else example
     description = comm.broadcast_object(None if x is None else describe_arguments(arguments(x)))
     units = units_of(model, comm.size, description, recompute)

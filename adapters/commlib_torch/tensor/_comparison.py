@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.checks.axis_equality import AxisWatch, note_tensor, stride, whole_shape
 from commlib_torch._bridge import dtype_name, host_array
+from commlib_torch._function_transforms import explain
 from commlib_torch._graph_breaks import disable_compile
 
 
@@ -63,7 +64,11 @@ def note_returned(layer: Any, out: Tensor) -> None:
 def _note(watch: AxisWatch, what: str, layer: Any, x: Tensor, sequence: int | None = None, **kinds: bool) -> None:
     shape = whole_shape(x.shape, sequence)
     with torch.no_grad():
-        flat = x.detach().resolve_neg().resolve_conj().reshape(-1)
+        try:
+            x = x.detach()
+        except RuntimeError as error:
+            raise explain(error, "sharded layers") from error
+        flat = x.resolve_neg().resolve_conj().reshape(-1)
         sample = flat[:: stride(flat.numel())] if flat.is_floating_point() or flat.is_complex() else flat
         sample = sample.float() if sample.dtype in (torch.bfloat16, torch.float16) else sample
         note = note_tensor(what, _name(layer), shape, dtype_name(x.dtype), host_array(sample), **kinds)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, axis_of
+from commlib.suggestions import suggest
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch._trial_run import preserve_model
 from commlib_torch.tensor._sharding import compare_at_first_use
@@ -110,6 +111,9 @@ def activation_of(what: str, given: str | Activation) -> Activation:
         )
     if callable(given):
         return given
-    if given not in _ACTIVATIONS:
-        raise UsageError(f"{what}: activation {given!r}, expected a function, or one of {', '.join(_ACTIVATIONS)}")
+    if not isinstance(given, str) or given not in _ACTIVATIONS:
+        raise UsageError(
+            f"{what}: activation {given!r}, expected a function, or one of {', '.join(_ACTIVATIONS)}"
+            f"{suggest(given, _ACTIVATIONS)}"
+        )
     return _ACTIVATIONS[given]

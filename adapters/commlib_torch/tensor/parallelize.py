@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from commlib.tensor_parallel.run.divisibility import Divisibility
 from commlib.tensor_parallel.run.rank_numbers import ModuleNumber, check_numbers, split_numbers
 from commlib.tensor_parallel.styles import PerRank, Slice, Style
 from commlib_torch._graph_breaks import unwrap_compiled
-from commlib_torch._readiness import check_shapes
+from commlib_torch._readiness import check_module, check_shapes
 from commlib_torch._shards import shard_of
 from commlib_torch.tensor._arguments import arguments_in, divide_arguments
 from commlib_torch.tensor._numbers import numbers_in
@@ -131,6 +131,7 @@ def parallelize(
 
 def _check_weights(model: nn.Module) -> None:
     """Raise UsageError for weights without shapes, and in inference mode, whose tensors are unusable outside of it."""
+    check_module("parallelize", model)
     check_shapes(model, "parallelize", "a division")
     if torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
         raise UsageError(
@@ -141,6 +142,8 @@ def _check_weights(model: nn.Module) -> None:
 
 def _plain(plan: Plan) -> Plan:
     """Convert a plan to the names of a model; it may use those of the compiled model."""
+    if not isinstance(plan, Mapping):
+        return plan
     return {name.removeprefix("_orig_mod."): style for name, style in plan.items()}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from commlib.arguments import whole_numbers
 from commlib.errors import UsageError
 from commlib.pipeline.schedule.ir import Action, Kind, Schedule, Weights
 from commlib.suggestions import suggest
@@ -104,9 +105,9 @@ def make(name: str, ranks: int, microbatches: int, *, stages: int | None = None,
     weights, for schedules that update. Raises UsageError for numbers that the schedule does not allow.
     """
     plan = find(name)
-    if ranks < 1 or microbatches < 1:
+    if whole_numbers((ranks, microbatches)) is None or ranks < 1 or microbatches < 1:
         raise UsageError(
-            f"schedule {plan.name}: {ranks} ranks and {microbatches} microbatches; expected at least 1 of each"
+            f"schedule {plan.name}: {ranks} ranks and {microbatches!r} microbatches; expected at least 1 of each"
         )
     chunks = plan.chunks if stages is None else _chunks(plan, ranks, stages)
     options = {"chunks": chunks} if plan.is_looped else {}

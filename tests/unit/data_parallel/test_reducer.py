@@ -311,6 +311,34 @@ def test_parts_cover_all_parameters_once() -> None:
     assert all((count == 1).all() for count in covered.values())
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overlap": "x"}, "overlap is 'x', expected True, False or None"),
+        ({"overlap": 2}, "overlap is 2, expected True, False or None"),
+        ({"sparse_as_dense": "yes"}, "sparse_as_dense is 'yes', expected True or False"),
+        ({"sparse_as_dense": None}, "sparse_as_dense is None, expected True or False"),
+        ({"within_node": 1.0}, "compress_within_node is 1.0, expected True or False"),
+        ({"shard": "no"}, "shard is 'no', expected True or False"),
+        ({"op": "maen"}, r"op must be one of mean, sum, got 'maen'; did you mean 'mean'\?"),
+        ({"passes_per_step": "2"}, "backward_passes_per_step must be a whole number, at least 1, got '2'"),
+        ({"passes_per_step": 1.5}, "backward_passes_per_step must be a whole number, at least 1, got 1.5"),
+        ({"predivide": "2"}, "gradient_predivide_factor must be a positive number, got '2'"),
+        ({"bucket_cap_mib": "25"}, "bucket_cap_mib must be a positive number, got '25'"),
+        ({"first_bucket_mib": float("nan")}, "first_bucket_mib must be a positive number, got nan"),
+    ],
+)
+def test_options_of_other_types_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Options(**options)
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 1])
+def test_flags_may_be_numbers(value: Any) -> None:
+    options = Options(overlap=value, sparse_as_dense=value, passes_per_step=value)
+    assert options.lines() == Options(overlap=True, sparse_as_dense=True).lines()
+
+
 def test_options_that_sharding_excludes_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot be compressed"):
         Options(shard=True, compression="int8")

@@ -269,6 +269,8 @@ def test_the_bias_follows_the_load() -> None:
         ({"jitter": -1}, "jitter is -1, expected a number of at least 0"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"hidden": 0}, "hidden is 0"),
+        ({"hidden": 2.5}, "hidden is 2.5, expected a whole number, at least 1, or None"),
+        ({"hidden": "8"}, "hidden is '8', expected a whole number"),
         ({"jitter": 1.5}, "jitter is 1.5, expected a number below 1"),
         ({"gated": 1}, "gated is 1, expected True or False"),
     ],
@@ -276,6 +278,33 @@ def test_the_bias_follows_the_load() -> None:
 def test_senseless_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         experts(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"activation": "gleu"}, r"mlp: activation='gleu' is for built-in MLPs, but without hidden= experts are like"),
+        ({"gated": True, "bias": False}, r"mlp: gated=True, bias=False is for built-in MLPs"),
+    ],
+)
+def test_options_that_a_conversion_ignores_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        experts(**options).check_conversion("mlp")
+    experts(**options, hidden=3).check_conversion("mlp")
+    experts(copy=True, activation="gelu", bias=True).check_conversion("mlp")
+
+
+def test_sharded_mlps_become_no_experts() -> None:
+    with pytest.raises(UsageError, match=r"mlp: up.weight is sharded already.*expertize before parallelize.*hidden="):
+        experts(copy=True).check_conversion("mlp", "up.weight")
+    experts(hidden=3).check_conversion("mlp", "up.weight")
+
+
+def test_options_that_custom_experts_ignore_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"mix: hidden=8, activation=len is for built-in MLPs, but expert= makes"):
+        experts(hidden=8, activation=len).check_custom("mix")
+    experts(hidden=8, activation=len, shared=1).check_custom("mix")
+    experts().check_custom("mix")
 
 
 def test_mismatched_shapes_are_refused() -> None:

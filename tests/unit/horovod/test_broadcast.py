@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import OrderedDict, namedtuple
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -59,8 +59,11 @@ def test_all_ranks_get_the_roots_pack(root, count):
 
 def test_tensors_have_names():
     pairs = [("w", 1), ("b", 2)]
-    assert name_values(dict(pairs)) == name_values(iter(pairs)) == pairs
-    assert name_values(x for x in (5, 6)) == [("tensor 0", 5), ("tensor 1", 6)]
+    assert name_values("call", dict(pairs)) == name_values("call", iter(pairs)) == pairs
+    assert name_values("call", (x for x in (5, 6))) == [("tensor 0", 5), ("tensor 1", 6)]
+    for wrong, text in ((3, "int 3"), ([("a", 1, 2)], r"a tuple of 3 values")):
+        with pytest.raises(UsageError, match=rf"call: expected .*, got {text}"):
+            name_values("call", cast("Any", wrong))
 
 
 def test_named_ranks_need_init():

@@ -33,6 +33,7 @@ def test_a_full_name_wins_over_a_pattern() -> None:
             {"*.up": Column},
             "'*.up' is <class 'commlib.tensor_parallel.styles.Column'>, expected an instance of Column, Row",
         ),
+        ([Column()], "plan: expected a mapping of layers' names to Column, got list"),
         ({"*.up": Column(), "layers.1.*": Row()}, "layers.1.up has several styles: '*.up': Column"),
     ],
 )
@@ -40,6 +41,14 @@ def test_wrong_plans_are_refused(plan: Any, text: str) -> None:
     with pytest.raises(UsageError) as error:
         resolve(plan, NAMES)
     assert text in str(error.value)
+
+
+def test_the_model_itself_has_no_name() -> None:
+    """Regression: a list of layers began with nothing."""
+    with pytest.raises(UsageError, match=r"called 'mpl'; there are the model itself, first, \.\.\."):
+        resolve({"mpl": Column()}, ["", "first"])
+    with pytest.raises(UsageError, match=r"plan: the model itself has several styles"):
+        resolve({"*": Column(), "**": Row()}, ["", "first"])
 
 
 @pytest.mark.parametrize(
