@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -145,12 +145,12 @@ class DataParallel(nn.Module, Reporting):
             return True
         # Converting a model may replace all parameters without registering any.
         place, name, parameter = self._first
-        return place.get(name) is not parameter
+        return name not in place or place[name] is not parameter  # a scripted module's has no get
 
     def _look(self) -> None:
         """Record the current parameters."""
         places = (module._parameters for module in self.module.modules())
-        self._first: tuple[dict[str, Any], str, Any] = next(
+        self._first: tuple[Mapping[str, Any], str, Any] = next(
             ((place, name, parameter) for place in places for name, parameter in place.items()), ({}, "", None)
         )
         parameters = list(self.module.parameters())

@@ -28,6 +28,22 @@ def steps_alone(comm: Any, count: int) -> list[Tensor]:
     return parameters_of(alone)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wrapper", ["optimizer", "module"])
+def test_a_scripted_model(comm: Any, wrapper: str) -> None:
+    """Regression: its parameters are in no dict, and DataParallel failed in its forward."""
+    network = torch.jit.script(model())
+    optimizer: Any = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    called = ct.DataParallel(network) if wrapper == "module" else network
+    if wrapper == "optimizer":
+        optimizer = ct.DistributedOptimizer(optimizer, network.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(called, mine(comm, batch(comm, step))).backward()
+        optimizer.step()
+    assert_close(parameters_of(network), steps_alone(comm, 3))
+
+
 @pytest.mark.parametrize("wrapper", ["optimizer", "module"])
 def test_a_whole_step(comm: Any, wrapper: str) -> None:
     """Regression: the compiler traced into the core and the allocation of shared memory."""
