@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 
 from numpy import empty, generic, ndarray
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from commlib.devices.arrays import device_named
 from commlib.devices.host import HOST
 from commlib.group import symmetric_array
 from commlib.group.group import Group
-from commlib.literals import AlgorithmName, Op
+from commlib.literals import AlgorithmName, Op, ScanOp
 from commlib.observe.counters import Stats
 from commlib.p2p import messages
 from commlib.p2p.channels.channel import Channel
@@ -125,6 +125,11 @@ class Communicator:
         return self.group.is_hierarchical
 
     # Groups
+
+    @overload
+    def split(self, color: Literal[-1], key: int = 0, *, name: str = "") -> None: ...
+    @overload
+    def split(self, color: int, key: int = 0, *, name: str = "") -> Communicator | Any: ...
 
     def split(self, color: int, key: int = 0, *, name: str = "") -> Communicator | None:
         """Return the communicator of the ranks with the same `color`, ordered by `key`, then by rank.
@@ -457,11 +462,13 @@ class Communicator:
         return reduce(self._calls, x, op, root, out, algorithm).plan("reduce")
 
     @overload
-    def scan(self, x: NDArray[ScalarT], op: Op = "sum", *, out: NDArray[ScalarT] | None = None) -> NDArray[ScalarT]: ...
+    def scan(
+        self, x: NDArray[ScalarT], op: ScanOp = "sum", *, out: NDArray[ScalarT] | None = None
+    ) -> NDArray[ScalarT]: ...
     @overload
-    def scan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any: ...
+    def scan(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Any: ...
 
-    def scan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any:
+    def scan(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Any:
         """Combine `x` of all ranks up to and including this one.
 
         Args:
@@ -475,22 +482,22 @@ class Communicator:
         """
         return scan(self._calls, "scan", x, op, out).run()
 
-    def scan_async(self, x: Any, op: Op = "sum", *, out: Any = None) -> Work:
+    def scan_async(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Work:
         """Start `scan`."""
         return scan(self._calls, "scan", x, op, out).start()
 
-    def plan_scan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Plan:
+    def plan_scan(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Plan:
         """Prepare `scan`."""
         return scan(self._calls, "scan", x, op, out).plan("scan")
 
     @overload
     def exscan(
-        self, x: NDArray[ScalarT], op: Op = "sum", *, out: NDArray[ScalarT] | None = None
+        self, x: NDArray[ScalarT], op: ScanOp = "sum", *, out: NDArray[ScalarT] | None = None
     ) -> NDArray[ScalarT] | None: ...
     @overload
-    def exscan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any: ...
+    def exscan(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Any: ...
 
-    def exscan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Any:
+    def exscan(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Any:
         """Combine `x` of all ranks before this one; rank 0 gets None, and its `out` is unchanged.
 
         Args:
@@ -505,11 +512,11 @@ class Communicator:
         """
         return scan(self._calls, "exscan", x, op, out).run()
 
-    def exscan_async(self, x: Any, op: Op = "sum", *, out: Any = None) -> Work:
+    def exscan_async(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Work:
         """Start `exscan`."""
         return scan(self._calls, "exscan", x, op, out).start()
 
-    def plan_exscan(self, x: Any, op: Op = "sum", *, out: Any = None) -> Plan:
+    def plan_exscan(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Plan:
         """Prepare `exscan`."""
         return scan(self._calls, "exscan", x, op, out).plan("exscan")
 

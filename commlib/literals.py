@@ -11,8 +11,14 @@ from typing import Literal
 Op = Literal["sum", "mean", "min", "max", "prod", "and", "or"]
 """Operations of reductions. "and" and "or" are for integers."""
 
+ScanOp = Literal["sum", "min", "max", "prod", "and", "or"]
+"""Operations of scans, in which each rank combines a different number of arrays."""
+
 AveragingOp = Literal["mean", "sum"]
 """Operations on gradients."""
+
+SplitWord = Literal["auto", "time"]
+"""Words for the layers of a pipeline's stages."""
 
 AlgorithmName = Literal[
     "auto",
@@ -26,7 +32,7 @@ AlgorithmName = Literal[
 ScheduleName = Literal[
     "auto", "1f1b", "breadth_first", "dualpipev", "gpipe", "interleaved", "pipedream", "pipedream_2bw", "zb_h1", "zb_v"
 ]
-"""Schedules of a pipeline."""
+"""Schedules of a pipeline. A checker accepts the path of a schedule's file as a `pathlib.Path` only."""
 
 CheckpointMode = Literal["none", "selective", "full"]
 """The part of a stage's or layer's forward that its backward recomputes: none, all except products, all."""

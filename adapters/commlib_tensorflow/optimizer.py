@@ -14,7 +14,8 @@ from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.options import read_passes
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along, process_set_over
-from commlib.horovod.reductions import OpName, ReduceOp
+from commlib.horovod.reductions import ReduceOp
+from commlib.literals import AveragingOp
 from commlib.mesh_groups import Mesh
 from commlib.ranks import Ranks, check_one_choice
 from commlib.sharding.data_axes import data_axes
@@ -31,7 +32,7 @@ def DistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
-    op: ReduceOp | OpName = core.Average,
+    op: ReduceOp | AveragingOp = core.Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,

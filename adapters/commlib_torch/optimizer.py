@@ -22,7 +22,7 @@ from commlib.data_parallel.report import Reporting
 from commlib.data_parallel.state import load_compression, save_compression
 from commlib.errors import UsageError
 from commlib.group.single_rank import SingleRank
-from commlib.horovod.reductions import OpName, ReduceOp, reduction_name
+from commlib.horovod.reductions import OptimizerOpName, ReduceOp, reduction_name
 from commlib.horovod.wrapping import PlainPickling, change_class
 from commlib.mesh_groups import Mesh
 from commlib.named_gradients.named_buckets import reduce_by_name
@@ -55,7 +55,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[Named] | None = None,
     compression: Compressing = Compression.none,
     backward_passes_per_step: int = 1,
-    op: ReduceOp | OpName = core.Average,
+    op: ReduceOp | OptimizerOpName = core.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Groups = None,

@@ -93,7 +93,7 @@ def _dispatchers_of(axis: ParallelAxis) -> _Dispatchers:
     if axis.exchanges is None:
         comm, regions = axis.comm, None
         if axis.size > 1:
-            comm = axis.comm.split(0, name=f"{axis.comm.name}.experts")  # type: ignore[assignment]  # all are in it
+            comm = axis.comm.split(0, name=f"{axis.comm.name}.experts")
             regions = TokenBuffers(comm) if comm.group.shares_memory else None
         axis.exchanges = _Dispatchers(comm, regions)
     result: _Dispatchers = axis.exchanges

@@ -34,6 +34,9 @@ Average, Sum, Adasum, Min, Max, Product = ReduceOp
 OpName = Literal["mean", "sum", "adasum", "min", "max", "prod"]
 """Their names in commlib."""
 
+OptimizerOpName = Literal["mean", "sum", "adasum"]
+"""The names of those that combine gradients or steps."""
+
 _CORE = dict(zip(ReduceOp, ("mean", "sum", "adasum", "min", "max", "prod"), strict=True))
 _BY_NAME = {name: op for op, name in _CORE.items()}
 

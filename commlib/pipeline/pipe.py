@@ -17,7 +17,7 @@ from commlib.comparison.parameter_check import check_agreement
 from commlib.compress.codec import Codec
 from commlib.compress.registry import codec_of
 from commlib.errors import ShutdownError, UsageError, line
-from commlib.literals import ScheduleName
+from commlib.literals import ScheduleName, SplitWord
 from commlib.pipeline.batch import NONE, BatchDigests, difference, wants_x
 from commlib.pipeline.runner import Runner
 from commlib.pipeline.schedule import Kind, Link, LoweredSchedule, Schedule, find, make, render, verify
@@ -26,6 +26,10 @@ from commlib.pipeline.schedule.lower import LinkDirection
 from commlib.pipeline.stage import Stage, Tensors
 
 AnySchedule = ScheduleName | Schedule | PathLike[str]
+
+# A text is a Sequence[str], too.
+Split = SplitWord | Sequence[int] | list[str] | tuple[str, ...] | Callable[[Any], Sequence[int] | Sequence[str]]
+"""Values of `split=`. Any sequence of names is accepted; for a checker, a text would be one."""
 
 Codecs = Codec | str | None | Mapping[tuple[int, int], Codec | str | None]
 """The codec for floats: for all links, or by (from stage, to stage): (0, 1) for activations, (1, 0) for gradients.

@@ -19,7 +19,7 @@ import numpy as np
 from commlib.communicator import Communicator
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of
-from commlib.literals import AlgorithmName, Op
+from commlib.literals import AlgorithmName, Op, ScanOp
 from commlib.p2p.lanes.staging import stage_to_host
 from commlib.ranks import Ranks
 from commlib.tensor_verbs.call import NOTHING, OBJECT, RECEIVED, ROWS, SAME, Bridge, TargetTensor, TensorCall, group_of
@@ -131,7 +131,7 @@ class OrderedVerbs(Generic[T]):
             self._bridge, comm, "reduce", lambda verb, x: verb(x, op, root, algorithm=algorithm), (tensor,), result
         )
 
-    def scan(self, tensor: T, op: Op = "sum", *, ranks: Ranks | None = None) -> TensorCall[T]:
+    def scan(self, tensor: T, op: ScanOp = "sum", *, ranks: Ranks | None = None) -> TensorCall[T]:
         """Combine `tensor` of all ranks up to and including this one.
 
         Args:
@@ -141,7 +141,7 @@ class OrderedVerbs(Generic[T]):
         """
         return TensorCall(self._bridge, ranks, "scan", lambda verb, x: verb(x, op), (tensor,), SAME, lambda: {"op": op})
 
-    def exscan(self, tensor: T, op: Op = "sum", *, ranks: Ranks | None = None) -> TensorCall[T | None]:
+    def exscan(self, tensor: T, op: ScanOp = "sum", *, ranks: Ranks | None = None) -> TensorCall[T | None]:
         """Combine `tensor` of all ranks before this one; rank 0 gets None. Does not differentiate.
 
         Args:

@@ -88,7 +88,7 @@ def test_received_rows_are_not_overwritten(comm: Communicator) -> None:
     """They stay intact while later exchanges run, however late they are released."""
     if not comm.group.shares_memory:
         pytest.skip("by messages each array is its own")
-    comm = comm.split(0)  # type: ignore[assignment]
+    comm = comm.split(0)
     exchange = SharedMemoryDispatcher(comm, ExpertPlacement.even(EXPERTS, comm.size))
     received: list[Any] = []
     for step in range(12):

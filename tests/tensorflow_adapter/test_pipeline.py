@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import commlib_tensorflow as ct
 from commlib.errors import MismatchError, PeerError, UsageError
+from commlib.pipeline.pipe import Split
 from commlib.pipeline.schedule import Kind, make, simulate, table
 from commlib.pipeline.schedule.versions import versions
 from commlib_tensorflow import pipeline
@@ -93,7 +94,7 @@ def skipping() -> Any:
 )
 def test_skips_ties_masks_and_integers(comm: Any, name: Any, split: str) -> None:
     chunks = 2 if name == "interleaved" and comm.size < 3 else 1
-    places = ["second", "third", "head"][: comm.size * chunks - 1] if split == "names" else "auto"
+    places: Split = ["second", "third", "head"][: comm.size * chunks - 1] if split == "names" else "auto"
     alone = SingleProcess(skipping(), keras.optimizers.SGD(0.1, global_clipnorm=0.5))
     pipe = pipeline(
         skipping(), comm, schedule=name, microbatches=3, loss="mse", split=places, stages=comm.size * chunks,

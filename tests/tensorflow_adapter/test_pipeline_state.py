@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from commlib.errors import PeerError, UsageError
+from commlib.pipeline.pipe import Split
 from commlib_tensorflow import pipeline
 from tests.inputs.keras_pipelines import (
     WIDTH,
@@ -149,7 +150,7 @@ def test_training_continues_with_other_stages(comm: Any, make: Any, tmp_path: An
         loaded = keras.models.load_model(f"{path}/{time}.keras")
         for got, expected in zip(loaded.optimizer.variables, whole.optimizer.variables, strict=True):
             near(got, expected, 1e-9)
-        split = [1, 3] if comm.size == 2 and not time else "auto"
+        split: Split = [1, 3] if comm.size == 2 and not time else "auto"
         pipe = pipeline(loaded, comm, microbatches=4, split=split)
         pipe.compile(optimizer=loaded.optimizer, loss="mse", run_eagerly=True)
         optimizer: Any = pipe.optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -157,6 +157,8 @@ class TestPlans:
         for name, constraint in (("kept", keras.constraints.UnitNorm(axis=1)), ("m", None)):
             y = keras.layers.Dense(12, "relu", kernel_constraint=constraint, name=f"{name}_h")(y)
             y = keras.layers.Dense(WIDTH, name=f"{name}_i")(y)
+        with pytest.raises(UsageError, match="report must be a function of a text, such as print, got 3"):
+            parallelize(keras.Model(x, y), tp, "auto", report=cast("Any", 3))
         divided = parallelize(keras.Model(x, y), tp, "auto", report=reports.append)
         assert [layer.name for layer in divided.layers if hasattr(layer, "style")] == ["m_h", "m_i"]
         assert tp.rank or "kept_h cannot be sharded as Column()" in " ".join(reports[0].split())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import commlib_torch as ct
 from commlib.errors import MismatchError, UsageError
+from commlib.pipeline.pipe import Split
 from commlib.pipeline.schedule import simulate, table
 from commlib_torch import pipeline
 from tests.bodies.pipelines import assert_a_failing_loss_is_reported
@@ -132,7 +133,7 @@ def skipping() -> Skipping:
 def test_skips_ties_and_other_values(comm: Any, name: Any, split: str) -> None:
     ranks = comm.size
     chunks = 2 if name == "interleaved" and ranks < 3 else 1
-    places = ["second", "third", "fourth"][: ranks * chunks - 1] if split == "names" else "auto"
+    places: Split = ["second", "third", "fourth"][: ranks * chunks - 1] if split == "names" else "auto"
     whole = skipping()
     pipe = pipeline(
         skipping(), comm, schedule=name, microbatches=4, loss=F.cross_entropy, split=places, stages=ranks * chunks

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from commlib.errors import UsageError
+from commlib.pipeline.pipe import Split
 from commlib_torch import pipeline
 from commlib_torch.expert.losses import AuxiliaryLossModule, auxiliary_loss
 
@@ -260,7 +261,7 @@ def test_sums_recorded_by_layers(comm: Any, schedule: Any, in_training: bool, be
     model = layers(nn.Tanh(), first, nn.Linear(WIDTH, WIDTH), second)
     whole = copy.deepcopy(model)
     x, y = inputs(7), inputs(7, seed=2)
-    split = ["2", "4", "5"][: comm.size - 1] if begins else "auto"
+    split: Split = ["2", "4", "5"][: comm.size - 1] if begins else "auto"
     pipe = pipeline(model, comm, microbatches=3, loss=mean_square, schedule=schedule, split=split)
     for _ in range(2):
         expected = mean_square(whole(x), y) + auxiliary_loss(whole)
@@ -276,7 +277,7 @@ def test_sums_recorded_by_layers(comm: Any, schedule: Any, in_training: bool, be
 @pytest.mark.parametrize("kind", ["both", "positive"])
 def test_recorded_losses_that_are_neither_mean_nor_sum(comm: Any, kind: str, begins: bool) -> None:
     model = layers(Keeps("mean", kind), *(nn.Tanh() for _ in range(comm.size - 2)))
-    split = [str(one) for one in range(1, comm.size)] if begins else "auto"
+    split: Split = [str(one) for one in range(1, comm.size)] if begins else "auto"
     pipe = pipeline(model, comm, microbatches=2, loss=mean_square, split=split)
     for _ in range(2):
         with pytest.raises(UsageError, match="a loss added by a layer of stage"):

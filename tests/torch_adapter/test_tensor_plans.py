@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -190,6 +190,8 @@ class TestPlans:
             parallelize(nn.Linear(4, 6), tp, "auto")
         with pytest.raises(UsageError, match='expected styles by names of layers, or "auto"'):
             parallelize(nn.Linear(4, 6), tp, "Auto")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="report must be a function of a text, such as print, got 3"):
+            parallelize(nn.Linear(4, 6), tp, "auto", example=torch.rand(2, 4), report=cast("Any", 3))
 
     def test_auto_leaves_out_indivisible_layers(self, tp):
         """The rules treat grouped convolutions like others, but the layer cannot be divided."""

@@ -7,7 +7,7 @@ from typing import get_args
 from commlib import literals
 from commlib.collectives.call_table import PATHS
 from commlib.dtypes import BITWISE, OPERATIONS
-from commlib.horovod.reductions import OpName, ReduceOp, resolve_op
+from commlib.horovod.reductions import OpName, OptimizerOpName, ReduceOp, reduction_name, resolve_op
 from commlib.pipeline.schedule.registry import table
 from commlib.schedule.registry import algorithms, verbs
 
@@ -18,6 +18,15 @@ def test_types_have_all_operations() -> None:
     assert get_args(literals.Op) == (*OPERATIONS, *BITWISE)
     assert {resolve_op(name) for name in get_args(OpName)} == set(ReduceOp)
     assert {ReduceOp(op).core for op in ReduceOp} == set(get_args(OpName))
+
+
+def test_scans_have_all_operations_except_the_mean() -> None:
+    assert set(get_args(literals.ScanOp)) == set(get_args(literals.Op)) - {"mean"}
+
+
+def test_optimizers_have_operations_on_gradients() -> None:
+    assert {reduction_name(name) for name in get_args(literals.AveragingOp)} == {"mean", "sum"}
+    assert set(get_args(OptimizerOpName)) == {"adasum", *get_args(literals.AveragingOp)}
 
 
 def test_types_have_all_algorithms() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.horovod.reductions import OpName, ReduceOp
+from commlib.horovod.reductions import ReduceOp
+from commlib.literals import AveragingOp
 from commlib_tensorflow._keras_reduction import WrappedOptimizer
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.gradient_tape import layers_of
@@ -23,7 +24,7 @@ def DistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: ReduceOp | OpName = core.Average,
+    op: ReduceOp | AveragingOp = core.Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -68,7 +69,7 @@ def PartialDistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: ReduceOp | OpName = core.Average,
+    op: ReduceOp | AveragingOp = core.Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from commlib.errors import UsageError
 from commlib.pipeline.split import even_counts, read_split, unknown_split
-
-Split = str | Sequence[int] | Sequence[str] | Callable[[Any], Sequence[int] | Sequence[str] | str]
 
 _SEVERAL = 4
 """Units per rank, so that stages of even time can be made of them."""

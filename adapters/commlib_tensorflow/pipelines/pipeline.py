@@ -18,7 +18,7 @@ from commlib.literals import BatchNormMode
 from commlib.optim.clipping import check_finite, check_limit, check_norm_type, clip_factor
 from commlib.pipeline.choice import check_batch_norm, check_example, choose_stages
 from commlib.pipeline.losses import Details, Weigh
-from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
+from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe, Split
 from commlib.pipeline.recompute import Checkpoint
 from commlib.pipeline.rows import WHOLE, rows_option
 from commlib.pipeline.schedule.auto import LayerCosts
@@ -48,7 +48,7 @@ from commlib_tensorflow.pipelines._replicas import (
     start_by_stages,
 )
 from commlib_tensorflow.pipelines._side_effects import prevent_side_effects
-from commlib_tensorflow.pipelines._split import Nodes, Split, counts_of, of_units, units_to_measure
+from commlib_tensorflow.pipelines._split import Nodes, counts_of, of_units, units_to_measure
 from commlib_tensorflow.pipelines._steps import BatchResult, StepRunner
 from commlib_tensorflow.pipelines._updates import (
     Updates,

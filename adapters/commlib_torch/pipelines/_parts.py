@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -14,8 +14,6 @@ from commlib.pipeline.split import even_counts, read_split, unknown_split
 
 INPUTS, OUTPUT = "inputs", "output"
 """The names of the first stage's arguments, (args, kwargs), and of the last stage's result."""
-
-Split = str | Sequence[int] | Sequence[str] | Callable[[Any], Sequence[int] | Sequence[str] | str]
 
 Named = dict[str, Any]
 

@@ -23,7 +23,7 @@ from commlib.optim.clipping import (
 )
 from commlib.pipeline.choice import check_batch_norm, choose_stages
 from commlib.pipeline.losses import Weigh, Weigher
-from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe
+from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe, Split
 from commlib.pipeline.recompute import Checkpoint, Recompute
 from commlib.pipeline.rows import Rows, rows_option
 from commlib.pipeline.schedule import Weights
@@ -58,7 +58,7 @@ from commlib_torch.pipelines._own_stages import (
     order_shared,
     stages_of,
 )
-from commlib_torch.pipelines._parts import INPUTS, Layers, Split, SplitModel, compute_counts
+from commlib_torch.pipelines._parts import INPUTS, Layers, SplitModel, compute_counts
 from commlib_torch.pipelines._recompute import resolve_recompute
 from commlib_torch.pipelines._shared_buffers import SharedBuffers
 from commlib_torch.pipelines._shared_objects import SharedObjects

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -46,6 +47,7 @@ def test_the_norm_covers_all_gradients():
 
 def test_invalid_limits_are_refused():
     assert check_limit("clip", "max_norm", 0) == 0.0 and type(check_limit("clip", "max_norm", 3)) is float
-    for limit in (-1.0, NAN, "x", None):
+    wrong: Any = (-1.0, NAN, "x", None)
+    for limit in wrong:
         with pytest.raises(UsageError, match=f"clip: max_norm must be a non-negative number, got {limit!r}"):
             check_limit("clip", "max_norm", limit)

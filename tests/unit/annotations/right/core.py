@@ -29,6 +29,12 @@ assert_type(comm.all_reduce(on_device, algorithm="nccl"), Any)
 for algorithm in comm.ways():
     comm.all_reduce(on_device, algorithm=algorithm)
 
+assert_type(comm.scan(x, "max"), NDArray[np.float32])
+print(comm.split(comm.rank % 2).size)
+half: commlib.Communicator = comm.split(comm.rank % 2, name="half")
+if (left := comm.split(0 if comm.rank else -1)) is not None:
+    left.barrier()
+
 mesh = commlib.Mesh(dp=-1, tp=2)
 assert_type(mesh["tp"], commlib.Communicator)
 

@@ -32,6 +32,8 @@ ct.parallelize(model, mesh["tp"], {"up": ct.Column(), "norm": ct.tensor.Sequence
 ct.parallelize(model, mesh["tp"], "auto")
 ct.MoE(ct.Experts(8, hidden=16, scores="sigmoid"), mesh)
 ct.OneBitAdam(freeze_step=10, ranks=mesh["dp"])
+ct.scan(keras.ops.ones(3), "max", ranks=mesh["dp"])
+ct.pipeline(model, mesh["pp"], microbatches=4, split=("a", "b"))
 pipe = ct.pipeline(model, mesh["pp"], schedule="interleaved", microbatches=4, stages=4)
 pipe.compile(optimizer, "mse")
 assert_type(pipe.picture(), str)

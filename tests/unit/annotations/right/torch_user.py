@@ -1,5 +1,6 @@
 """A training script of PyTorch."""
 
+from pathlib import Path
 from typing import assert_type
 
 import torch
@@ -17,6 +18,7 @@ mesh = commlib.Mesh(pp=2, dp=-1, tp=2)
 x = torch.ones(4, 4)
 assert_type(ct.all_reduce(x, "mean", ranks=mesh["dp"]), Tensor)
 assert_type(ct.all_gather(x, ranks=mesh["dp"]), Tensor)
+assert_type(ct.scan(x, "max", ranks=mesh["dp"]), Tensor)
 assert_type(ct.gather(x), Tensor | None)
 assert_type(ct.all_reduce_async(x, algorithm="ring").wait(), Tensor)
 assert_type(hvd.allreduce(x, op=hvd.Sum), Tensor)
@@ -54,6 +56,8 @@ def train(optimizer: ct.WrappedOptimizer) -> float:
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
 train(ct.DistributedOptimizer(torch.optim.AdamW(model.parameters()), op="sum", ranks=comm))
 ct.GradScaler(ranks=mesh).step(optimizer)
+ct.DistributedOptimizer(torch.optim.SGD(model.parameters()), op="adasum")
+ct.DistributedOptimizer(torch.optim.SGD(model.parameters()), op=hvd.Sum)
 ct.OneBitAdam(model.parameters(), freeze_step=10, ranks=ct.global_process_set)
 wrapped = ct.DataParallel(model, op="sum", ranks=mesh["dp"])
 
@@ -61,4 +65,8 @@ pipe = ct.pipeline(model, mesh["pp"], schedule="zb_h1", microbatches=4, checkpoi
 with pipe:
     pipe.step(x, x)
     assert_type(pipe.clip_grad_norm(1.0), Tensor)
+ct.pipeline(model, mesh["pp"], schedule=Path("own.csv"), microbatches=4, split=["1"])
+ct.pipeline(model, mesh["pp"], microbatches=4, split="time")
+ct.pipeline(model, mesh["pp"], microbatches=4, split=lambda model: [1, 1])
+ct.pipeline(model, mesh["pp"], microbatches=4, split=(1, 1))
 ct.Checkpoint("run", model=model, optimizer=optimizer, schedule=schedule, ranks=comm).save(1)

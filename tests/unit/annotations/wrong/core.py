@@ -16,6 +16,10 @@ comm.plan_all_reduce(x, op="average")  # error: arg-type
 comm.broadcast(x, "0")  # error: arg-type
 single = comm.all_gather(x)
 double: NDArray[np.float64] = single  # error: assignment
+comm.scan(x, "mean")  # error: call-overload
+comm.exscan_async(x, "mean")  # error: arg-type
+print(comm.split(0).rnak)  # error: union-attr
+comm.split("0")  # error: call-overload
 comm.gather(x).sum()  # error: union-attr
 comm.allreduce(x)  # error: attr-defined
 commlib.Mesh(comm=comm, dp=2)  # error: arg-type

@@ -15,8 +15,11 @@ ct.alreduce(1)  # error: attr-defined
 ct.parallelize(model, mesh["tp"], "atuo")  # error: arg-type
 ct.parallelize(model, "tp", "auto")  # error: arg-type
 ct.pipeline(model, mesh["pp"], schedule="1f2b", microbatches=4)  # error: arg-type
+ct.pipeline(model, mesh["pp"], microbatches=4, split="atuo")  # error: arg-type
+ct.scan(keras.ops.ones(3), "mean")  # error: arg-type
 ct.MoE(ct.Experts(8, drop="first"), mesh)  # error: arg-type
 ct.DistributedOptimizer(keras.optimizers.SGD(), op="men")  # error: arg-type
+ct.DistributedOptimizer(keras.optimizers.SGD(), op="max")  # error: arg-type
 ct.DistributedOptimizer(keras.optimizers.SGD(), ranks="dp")  # error: arg-type
 ct.Checkpoint("run", model=model, ranks=3)  # error: arg-type
 ct.context.shard_sequence(keras.ops.ones(3), mesh["tp"], layout="zigzag")  # error: arg-type

@@ -24,11 +24,14 @@ ct.tensor.copy(x, axis=mesh["tp"])  # error: call-arg
 ct.context.attention(x, x, x, mesh["tp"], layout="zigzag")  # error: arg-type
 ct.pipeline(model, mesh["pp"], schedule="1f2b", microbatches=4)  # error: arg-type
 ct.pipeline(model, mesh["pp"], microbatches=4, checkpoint="some")  # error: arg-type
+ct.pipeline(model, mesh["pp"], microbatches=4, split="atuo")  # error: arg-type
+ct.scan(x, "mean")  # error: arg-type
 ct.Experts(8, balance="all")  # error: arg-type
 ct.MoE(4, ct.Experts(8), ranks="ep")  # error: arg-type
 ct.DataParallel(model, op="max")  # error: arg-type
 ct.DistributedOptimizer(model)  # error: arg-type
 ct.DistributedOptimizer(torch.optim.SGD(model.parameters()), op="men")  # error: arg-type
+ct.DistributedOptimizer(torch.optim.SGD(model.parameters()), op="max")  # error: arg-type
 ct.Checkpoint("run", model=model, ranks=3)  # error: arg-type
 
 optimizer = ct.DistributedOptimizer(torch.optim.SGD(model.parameters()), mesh=mesh)
