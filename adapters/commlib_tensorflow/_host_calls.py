@@ -231,7 +231,7 @@ def is_recorded(tensor: Any) -> bool:
     return bool(_are_watched([tensor]) or _gradient_types([tensor]))
 
 
-def _has_tangents(tensors: Sequence[Any]) -> bool:
+def has_tangents(tensors: Sequence[Any]) -> bool:
     """Return whether a `tf.autodiff.ForwardAccumulator` watches one of the tensors."""
     return bool(_pack_tangents(list(tensors))[1])
 
@@ -247,7 +247,9 @@ def operation_name(verb: str, name: str | None, tensor: Any = None, *, ignore_na
         return name
     graph = tf.compat.v1.get_default_graph()
     if name is None:
-        source = re.sub("[^a-zA-Z0-9_]", "_", tensor.name) if tensor is not None else ""
+        # The name of an eager tensor that the function uses is a number, which may differ among ranks.
+        named = tensor is not None and not re.fullmatch(r"\d+:0", tensor.name)
+        source = re.sub("[^a-zA-Z0-9_]", "_", tensor.name) if named else ""
         return str(graph.unique_name(f"Horovod{verb}_{source}" if source else f"Horovod{verb}"))
     scope = "" if ignore_name_scope else graph.get_name_scope()
     return f"{scope}/{name}" if scope else name
@@ -305,11 +307,20 @@ def _refuse_forward_mode(inputs: Sequence[Any]) -> None:
 
     In a graph, unlike eagerly, TensorFlow has no tangent for the result of a `tf.custom_gradient`.
     """
-    if _has_tangents(inputs):
+    if has_tangents(inputs):
         raise UsageError(
             "a collective operation was called in a traced function on a tensor that a tf.autodiff.ForwardAccumulator "
             "watches, where forward mode would lose its derivative: call the function eagerly, take two "
             "tf.GradientTape instead (reverse mode), or pass tf.stop_gradient(tensor)"
+        )
+
+
+def refuse_eager_forward_mode(what: str, inputs: Sequence[Any], way_out: str) -> None:
+    """Raise UsageError, eagerly, for inputs of an operation whose derivative forward mode would lose or get wrong."""
+    if tf.executing_eagerly() and has_tangents(inputs):
+        raise UsageError(
+            f"{what}: a tf.autodiff.ForwardAccumulator watches the tensor, and forward mode does not work through this "
+            f"operation: {way_out}, take two tf.GradientTape instead (reverse mode), or pass tf.stop_gradient(tensor)"
         )
 
 
