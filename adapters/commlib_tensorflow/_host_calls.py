@@ -71,6 +71,8 @@ def no_autograph(function: FunctionT) -> FunctionT:
             same = as_tensorflows(error)
             raise same from same.__cause__
 
+    # Tracebacks name the function.
+    guarded.__code__ = guarded.__code__.replace(co_name=function.__name__, co_qualname=function.__qualname__)
     return cast(FunctionT, tf.autograph.experimental.do_not_convert(guarded))
 
 
@@ -134,7 +136,7 @@ def _make_node(
     _refuse_forward_mode(inputs)
     keep_order()
 
-    def guarded(*given: Any) -> list[Any]:
+    def call_host(*given: Any) -> list[Any]:
         _running.node = True
         try:
             return list(host(*map(of, given)))
@@ -145,7 +147,7 @@ def _make_node(
             _running.node = False
 
     with tf.name_scope(NODES):
-        results = make_node(guarded, list(inputs), [spec.dtype for spec in outputs])
+        results = make_node(call_host, list(inputs), [spec.dtype for spec in outputs])
     for result, spec in zip(results, outputs, strict=True):
         result.set_shape(spec.shape)
     return list(results)

@@ -15,7 +15,7 @@ from commlib.errors import CommlibError, PeerError, ShutdownError
 from commlib.launch import mpi_start
 from commlib.process import forks
 from commlib.process.error_board import ErrorBoard
-from commlib.process.tracebacks import entered_call, format_error, message_of
+from commlib.process.tracebacks import entered_call, format_error, message_of, shows_all
 
 # Seconds between a rank's last line and the abort: MPICH's launcher stops reading output once a rank aborts.
 LAST_WORDS = 0.1
@@ -70,21 +70,15 @@ def hook(
             # torch.distributed's hook calls this one and prints its buffer afterwards, which is too late.
             buffered, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
             sys.stderr.write(buffered)
-        comm, call = world() or MPI.COMM_WORLD, entered_call(trace)
+        comm, call = world() or MPI.COMM_WORLD, entered_call(trace) or getattr(error, "entered", "")
         reason = f"ended by an uncaught {kind.__name__}{f' in {call}' if call else ''}"
         message = message_of(error)
         text = "" if is_ours else f": {message}"
-        report = format_error(error.with_traceback(trace), full=_shows_all(world())) if is_ours else ""
+        report = format_error(error.with_traceback(trace), full=shows_all(world())) if is_ours else ""
         patience = _CAUSE_FIRST if isinstance(error, _CONSEQUENCES) else 0.0
         _report_and_abort(MPI, comm, reason + text, report, f"{kind.__name__}: {message}", find_board(), patience)
 
     sys.excepthook = abort_after
-
-
-def _shows_all(world: Any) -> bool:
-    """Return whether commlib's own frames are shown."""
-    setting = os.environ.get("COMMLIB_TRACEBACK", "") if world is None else world.config.traceback
-    return bool(setting == "full")
 
 
 def give_up(text: str, code: int = 1) -> NoReturn:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import commlib_tensorflow as hvd
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
+from commlib.process.tracebacks import entered_call
 from commlib_tensorflow import errors
 from commlib_tensorflow._host_calls import Spec, call, graph_errors, no_autograph
 from tests.tensorflow_adapter.oracle import MODES, check, in_mode
@@ -160,6 +161,24 @@ def test_an_error_while_a_function_is_traced(comm: Any) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match="dtype string") as caught:
         run(tf.constant("text"))
     assert isinstance(caught.value, UsageError)
+
+
+@pytest.mark.parametrize("where", ["eager", "traced", "in a node"])
+def test_an_error_is_told_once_and_names_the_call(comm: Any, where: str) -> None:
+    """Regression: texts from traced functions had all frames, the message twice, and a wrapper's name for the call."""
+    x, splits = (tf.ones(2), [5] * comm.size) if where == "in a node" else (tf.constant("text"), None)
+
+    def run() -> Any:
+        return hvd.alltoall(x, splits)
+
+    with pytest.raises(UsageError) as caught:
+        (run if where == "eager" else tf.function(run))()
+    text = str(caught.value)
+    assert text.count("splits must" if where == "in a node" else "dtype string") <= 1
+    assert "Traceback" not in text and "guarded" not in text and "_host_calls.py" not in text
+    assert (entered_call(caught.value.__traceback__) or caught.value.entered) == "alltoall"
+    if where != "eager":
+        assert "frames inside commlib; COMMLIB_TRACEBACK=full shows them" in text and "in run" in text
 
 
 @pytest.mark.ranks(min=2)
