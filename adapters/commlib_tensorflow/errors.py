@@ -37,7 +37,8 @@ class Error(tf.errors.OpError):  # type: ignore[misc]  # TensorFlow has no types
     @property
     def message(self) -> str:
         """The text of the error, with the frames inside commlib folded."""
-        return self._message if shows_all(commlib.world()) else fold_text(self._message)[0]
+        world = commlib.world() if commlib.is_initialized() else None
+        return self._message if shows_all(world) else fold_text(self._message)[0]
 
     @property
     def entered(self) -> str:

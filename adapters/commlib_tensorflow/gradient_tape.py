@@ -198,6 +198,9 @@ def DistributedGradientTape(
             nodes, or if each rank has more cores than the framework has threads.
         compress_within_node: Whether gradients are compressed between the ranks of a node, too.
     """
+    if isinstance(gradtape, type) or not hasattr(gradtape, "gradient"):
+        got = f"the class {gradtape.__name__}" if isinstance(gradtape, type) else type(gradtape).__name__
+        raise UsageError(f"{_NAME}: expected a tf.GradientTape, got {got}")
     if num_groups and groups is not None:
         raise UsageError("num_groups is the former name of groups: give only one of them")
     group = core.process_set_of(process_set)

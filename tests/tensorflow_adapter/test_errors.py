@@ -181,6 +181,38 @@ def test_an_error_is_told_once_and_names_the_call(comm: Any, where: str) -> None
         assert "frames inside commlib; COMMLIB_TRACEBACK=full shows them" in text and "in run" in text
 
 
+@pytest.mark.parametrize(
+    ("expected", "call"),
+    [
+        (r"^\S+: all_reduce, rank \d: tensors of dtype string", lambda comm: hvd.all_reduce("x", ranks=comm)),
+        (r"^\S+: all_gather, rank \d: tensors of dtype string", lambda comm: hvd.all_gather_async("x", ranks=comm)),
+        (r"^\S+: broadcast, rank \d: tensors of dtype string", lambda comm: hvd.broadcast("x", 0, ranks=comm)),
+        (r"^\S+: scan, rank \d: expected a tensor, got object", lambda comm: hvd.scan(object(), ranks=comm)),
+        ("^allreduce: expected a tensor, got NoneType", lambda comm: hvd.allreduce(None)),
+        ("^allgather: tensors of dtype string", lambda comm: hvd.allgather("x")),
+        ("^broadcast: tensors of dtype string", lambda comm: hvd.broadcast("x", 0)),
+        ("^alltoall: expected a tensor, got dict", lambda comm: hvd.alltoall({"x": 1})),
+        ("^reducescatter: tensors of dtype string", lambda comm: hvd.reducescatter("x")),
+        ("^copy: tensors of dtype string", lambda comm: hvd.tensor.copy("x", comm)),
+        ("^gather: expected a tensor, got NoneType", lambda comm: hvd.tensor.gather(None, comm)),
+        ("^all_to_all: tensors of dtype string", lambda comm: hvd.tensor.all_to_all("x", comm, 0, 0)),
+        ("^vocabulary_cross_entropy: tensors", lambda comm: hvd.vocabulary_cross_entropy("x", [1], comm)),
+        ("^gather_weights: expected a keras.Model, got builtins.int", lambda comm: hvd.gather_weights(3)),
+        ("^set_weights: expected a keras.Model, got builtins.int", lambda comm: hvd.tensor.set_weights(3, [])),
+        ("^set_weights: expected a list .* got int", lambda comm: hvd.tensor.set_weights(keras.layers.Dense(1), 3)),
+        ("^expert_stats: expected a keras.Model, got builtins.int", lambda comm: hvd.expert_stats(3)),
+        ("^DistributedGradientTape: expected .* got int", lambda comm: hvd.DistributedGradientTape(3)),
+        ("got the class GradientTape", lambda comm: hvd.DistributedGradientTape(tf.GradientTape)),
+        ("^DistributedGradientTape: expected .* got str", lambda comm: hvd.PartialDistributedGradientTape("tape")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_argument_of_another_type(comm: Any, expected: str, call: Any) -> None:
+    """Regression: such errors did not name the call, were none of ours, or came later."""
+    with pytest.raises(UsageError, match=expected):
+        call(comm)
+
+
 @pytest.mark.ranks(min=2)
 def test_a_step_of_keras_that_fails(comm: Any) -> None:
     """Catching HorovodInternalError around `fit` catches it."""
