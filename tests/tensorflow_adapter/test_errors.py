@@ -181,6 +181,14 @@ def test_an_error_is_told_once_and_names_the_call(comm: Any, where: str) -> None
         assert "frames inside commlib; COMMLIB_TRACEBACK=full shows them" in text and "in run" in text
 
 
+def _model() -> Any:
+    return keras.Sequential([keras.Input([2]), *(keras.layers.Dense(2) for _ in range(4))])
+
+
+def _pipeline(comm: Any, **options: Any) -> Any:
+    return hvd.pipeline(_model(), comm, microbatches=1, **options)
+
+
 @pytest.mark.parametrize(
     ("expected", "call"),
     [
@@ -197,6 +205,12 @@ def test_an_error_is_told_once_and_names_the_call(comm: Any, where: str) -> None
         ("^gather: expected a tensor, got NoneType", lambda comm: hvd.tensor.gather(None, comm)),
         ("^all_to_all: tensors of dtype string", lambda comm: hvd.tensor.all_to_all("x", comm, 0, 0)),
         ("^vocabulary_cross_entropy: tensors", lambda comm: hvd.vocabulary_cross_entropy("x", [1], comm)),
+        ("^parallelize: verify is 3, expected a batch", lambda comm: hvd.parallelize(_model(), comm, {}, verify=3)),
+        ("^expertize: example is 'x', expected a batch", lambda comm: hvd.expertize(_model(), comm, {}, example="x")),
+        ("^pipeline: schedule is 3, expected a name", lambda comm: _pipeline(comm, schedule=3)),
+        ("^pipeline: rows is 3, expected a dict", lambda comm: _pipeline(comm, rows=3)),
+        ("^pipeline: split is 3, expected 'auto'", lambda comm: _pipeline(comm, split=3)),
+        ("^pipeline: optimizer is 3, expected one of Keras 3", lambda comm: _pipeline(comm, optimizer=3)),
         ("^gather_weights: expected a keras.Model, got builtins.int", lambda comm: hvd.gather_weights(3)),
         ("^set_weights: expected a keras.Model, got builtins.int", lambda comm: hvd.tensor.set_weights(3, [])),
         ("^set_weights: expected a list .* got int", lambda comm: hvd.tensor.set_weights(keras.layers.Dense(1), 3)),
