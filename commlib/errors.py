@@ -20,6 +20,9 @@ class CommlibError(RuntimeError):
     missing: Mapping[int, str] = {}
     """The ranks waited for, each with the reason why it will not arrive, or "". Callers reword the error with it."""
 
+    entered = ""
+    """The function of commlib that the program called, if the traceback does not show it."""
+
     at_start = False
     """True if `init` raised it: all ranks raise the same error, so one rank can report it for all."""
 

@@ -36,11 +36,16 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def as_tensor(value: Any) -> tf.Tensor:
+def as_tensor(value: Any, call: str = "") -> tf.Tensor:
     """Convert a user's value, such as a variable, an array or a number, to a tensor of a dtype that the core supports.
 
-    Raises UsageError if the value is not a tensor.
+    Raises UsageError if the value is not a tensor. call: the call that it was passed to, for errors.
     """
+    if call:
+        try:
+            return as_tensor(value)
+        except UsageError as error:
+            raise UsageError(f"{call}: {error}") from error.__cause__
     if isinstance(value, tuple(_TO_DENSE)):
         name, convert = next(how for kind, how in _TO_DENSE.items() if isinstance(value, kind))
         raise UsageError(f"expected a dense tensor, got {name}: convert it with {convert}")

@@ -71,6 +71,8 @@ def no_autograph(function: FunctionT) -> FunctionT:
             same = as_tensorflows(error)
             raise same from same.__cause__
 
+    # Tracebacks name the function.
+    guarded.__code__ = guarded.__code__.replace(co_name=function.__name__, co_qualname=function.__qualname__)
     return cast(FunctionT, tf.autograph.experimental.do_not_convert(guarded))
 
 
@@ -134,7 +136,7 @@ def _make_node(
     _refuse_forward_mode(inputs)
     keep_order()
 
-    def guarded(*given: Any) -> list[Any]:
+    def call_host(*given: Any) -> list[Any]:
         _running.node = True
         try:
             return list(host(*map(of, given)))
@@ -145,7 +147,7 @@ def _make_node(
             _running.node = False
 
     with tf.name_scope(NODES):
-        results = make_node(guarded, list(inputs), [spec.dtype for spec in outputs])
+        results = make_node(call_host, list(inputs), [spec.dtype for spec in outputs])
     for result, spec in zip(results, outputs, strict=True):
         result.set_shape(spec.shape)
     return list(results)
@@ -231,7 +233,7 @@ def is_recorded(tensor: Any) -> bool:
     return bool(_are_watched([tensor]) or _gradient_types([tensor]))
 
 
-def _has_tangents(tensors: Sequence[Any]) -> bool:
+def has_tangents(tensors: Sequence[Any]) -> bool:
     """Return whether a `tf.autodiff.ForwardAccumulator` watches one of the tensors."""
     return bool(_pack_tangents(list(tensors))[1])
 
@@ -247,7 +249,9 @@ def operation_name(verb: str, name: str | None, tensor: Any = None, *, ignore_na
         return name
     graph = tf.compat.v1.get_default_graph()
     if name is None:
-        source = re.sub("[^a-zA-Z0-9_]", "_", tensor.name) if tensor is not None else ""
+        # The name of an eager tensor that the function uses is a number, which may differ among ranks.
+        named = tensor is not None and not re.fullmatch(r"\d+:0", tensor.name)
+        source = re.sub("[^a-zA-Z0-9_]", "_", tensor.name) if named else ""
         return str(graph.unique_name(f"Horovod{verb}_{source}" if source else f"Horovod{verb}"))
     scope = "" if ignore_name_scope else graph.get_name_scope()
     return f"{scope}/{name}" if scope else name
@@ -305,11 +309,20 @@ def _refuse_forward_mode(inputs: Sequence[Any]) -> None:
 
     In a graph, unlike eagerly, TensorFlow has no tangent for the result of a `tf.custom_gradient`.
     """
-    if _has_tangents(inputs):
+    if has_tangents(inputs):
         raise UsageError(
             "a collective operation was called in a traced function on a tensor that a tf.autodiff.ForwardAccumulator "
             "watches, where forward mode would lose its derivative: call the function eagerly, take two "
             "tf.GradientTape instead (reverse mode), or pass tf.stop_gradient(tensor)"
+        )
+
+
+def refuse_eager_forward_mode(what: str, inputs: Sequence[Any], way_out: str) -> None:
+    """Raise UsageError, eagerly, for inputs of an operation whose derivative forward mode would lose or get wrong."""
+    if tf.executing_eagerly() and has_tangents(inputs):
+        raise UsageError(
+            f"{what}: a tf.autodiff.ForwardAccumulator watches the tensor, and forward mode does not work through this "
+            f"operation: {way_out}, take two tf.GradientTape instead (reverse mode), or pass tf.stop_gradient(tensor)"
         )
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from commlib.dtypes import Array
 from commlib.literals import Op
 from commlib.sharding.shards import Shard, group_local_shards
-from commlib_tensorflow._host_calls import Spec, call_in_order, result_empty
+from commlib_tensorflow._host_calls import Spec, call_in_order, refuse_eager_forward_mode, result_empty
 from commlib_tensorflow._shards import shard_of
 
 
@@ -43,6 +43,7 @@ def reduce_local(gradients: Sequence[Any], variables: Sequence[Any], op: Op, ran
             return results
 
         given = [tensors[place] for place in copied]
+        refuse_eager_forward_mode("experts", given, "take their gradients outside of the accumulator")
         totals = call_in_order("experts", add_up, given, list(map(Spec.like, given)))
         for place, total in zip(copied, totals, strict=True):
             tensors[place] = total

@@ -56,7 +56,7 @@ def run(call: TensorCall[Any], label: str = "") -> Any:
     """Call a verb and wait; in a traced function, make a node that does so. label: see `Communicator.labelled`."""
     if not tf.executing_eagerly():
         return _trace(call, label)
-    if call.operands and is_recording() and is_recorded(operand := as_tensor(call.operands[0])):
+    if call.operands and is_recording() and is_recorded(operand := call.convert(call.operands[:1], as_tensor)[0]):
         GRADIENTS.check(call)
         others = call.inputs[1:]
 
@@ -72,7 +72,7 @@ def run(call: TensorCall[Any], label: str = "") -> Any:
 
 def check_async(call: TensorCall[Any]) -> None:
     """Raise UsageError if a call to be started would lose a gradient."""
-    if call.operands and is_recording() and is_recorded(as_tensor(call.operands[0])):
+    if call.operands and is_recording() and is_recorded(call.convert(call.operands[:1], as_tensor)[0]):
         raise GRADIENTS.refuse_async(call)
 
 
@@ -167,7 +167,7 @@ def _trace(call: TensorCall[Any], label: str) -> Any:
             f"{call.verb}: nothing orders the nodes of this graph, so ranks may run them in different orders: use "
             "operations by name (allreduce, allgather, ...) in it, or a tf.function"
         )
-    inputs = [as_tensor(value) for value in call.inputs]
+    inputs = call.convert(call.inputs, as_tensor)
     if not call.operands or not (inputs[0].dtype.is_floating or inputs[0].dtype.is_complex):
         return _node(call, label, inputs)
     refuse_vectorized()

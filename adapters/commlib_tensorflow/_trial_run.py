@@ -11,11 +11,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from commlib.errors import UsageError
 from commlib.expert.mixture import Mixture
 from commlib.expert.stats import RoutingCounter
 from commlib.snapshot.object_snapshot import ObjectSnapshot
 from commlib.snapshot.snapshot_kinds import snapshot_attributes
 from commlib.snapshot.trial_run import run_trial as unnoticed_by
+
+
+def check_batches(call: str, **batches: Any) -> None:
+    """Raise UsageError for a batch of a trial run that is a single number or a text."""
+    for name, batch in batches.items():
+        if isinstance(batch, bool | int | float | complex | str | bytes):
+            raise UsageError(f"{call}: {name} is {batch!r}, expected a batch: tensors or arrays for the model")
 
 
 @contextmanager

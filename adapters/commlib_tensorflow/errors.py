@@ -20,6 +20,7 @@ import tensorflow as tf
 
 import commlib
 from commlib import errors as core
+from commlib.process.tracebacks import fold_text, shows_all
 
 
 class Error(tf.errors.OpError):  # type: ignore[misc]  # TensorFlow has no types
@@ -30,6 +31,19 @@ class Error(tf.errors.OpError):  # type: ignore[misc]  # TensorFlow has no types
     def __init__(self, node_def: Any, op: Any, message: str, *args: Any) -> None:
         tf.errors.OpError.__init__(self, node_def, op, message, self.code, *args)
         self.args = (message,)  # like Python's exceptions
+
+    # TensorFlow adds stacks to the text of an error, also after it is made.
+
+    @property
+    def message(self) -> str:
+        """The text of the error, with the frames inside commlib folded."""
+        world = commlib.world() if commlib.is_initialized() else None
+        return self._message if shows_all(world) else fold_text(self._message)[0]
+
+    @property
+    def entered(self) -> str:
+        """The function of commlib that the program called, if the text shows it."""
+        return fold_text(self._message)[1]
 
 
 def _make_class(

@@ -18,10 +18,12 @@ from commlib.horovod.mesh_sets import process_set_along
 from commlib.literals import Op
 from commlib.mesh_groups import Mesh
 from commlib.sharding.shard_replicas import axes_of_data, mesh_of
-from commlib_tensorflow._host_calls import no_autograph
+from commlib_tensorflow._host_calls import has_tangents, is_recorded, no_autograph
 from commlib_tensorflow._local_shards import places_of, reduce_local
 from commlib_tensorflow._shards import mark_gradient, mark_local, shard_of
+from commlib_tensorflow.clip import values_of
 from commlib_tensorflow.compression import Compression
+from commlib_tensorflow.errors import as_tensorflows
 from commlib_tensorflow.gradients import GradientsByName, scale_gradient
 
 _shared_reducer: Callable[..., GradientsByName] = functools.lru_cache(maxsize=64)(GradientsByName)
@@ -84,7 +86,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         shared = [n for n, source in enumerate(flat_sources) if n not in local_places and not self._is_local(source)]
         self._set_ranks_from_marks([flat_sources[index] for index in shared])
         names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
-        reduced = self._reducer([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
+        reduced = self._reduce([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
         factor = 1 / self._reducer.size if self._scale_local_gradients else 1.0
         answer = [scale_gradient(gradient, factor) for gradient in flat]
         for index, gradient in zip(shared, reduced, strict=True):
@@ -115,6 +117,15 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
             shards = [("", shard) for source in sources if (shard := shard_of(source)) is not None]
             if shards and (mesh := mesh_of(shards, self._reducer.size)) is not None:
                 self._reducer = self._make(_data_ranks(mesh))
+
+    def _reduce(self, gradients: Sequence[Any], names: Sequence[str], sources: Sequence[Any]) -> list[Any]:
+        """Return reduced gradients: with their derivatives in forward mode, and refusing those of reverse mode."""
+        if self._reducer.alone:
+            return self._reducer(gradients, names, sources)
+        given = [values_of(gradient) for gradient in gradients if gradient is not None]
+        if tf.executing_eagerly() and has_tangents(given):
+            return self._reducer.reduce_with_tangents(gradients, names, sources)
+        return _differentiate_once(gradients, self._reducer(gradients, names, sources))
 
     def _is_local(self, source: Any) -> bool:
         return _identity(source) in self._local
@@ -188,6 +199,9 @@ def DistributedGradientTape(
             nodes, or if each rank has more cores than the framework has threads.
         compress_within_node: Whether gradients are compressed between the ranks of a node, too.
     """
+    if isinstance(gradtape, type) or not hasattr(gradtape, "gradient"):
+        got = f"the class {gradtape.__name__}" if isinstance(gradtape, type) else type(gradtape).__name__
+        raise UsageError(f"{_NAME}: expected a tf.GradientTape, got {got}")
     if num_groups and groups is not None:
         raise UsageError("num_groups is the former name of groups: give only one of them")
     group = core.process_set_of(process_set)
@@ -272,6 +286,37 @@ def layers_of(local_layers: Any) -> Iterable[Any]:
         if not hasattr(layer, "trainable_weights"):
             raise UsageError(f"local_layers must be layers of Keras, got {type(layer).__name__}")
     return layers
+
+
+def _differentiate_once(gradients: Sequence[Any], reduced: Sequence[Any]) -> list[Any]:
+    """Return reduced gradients, which raise UsageError if a tape that watches `gradients` differentiates them.
+
+    TensorFlow sees no gradient of the reduction, and would silently drop the second derivative.
+    """
+    answer = list(reduced)
+    places = [
+        place
+        for place, pair in enumerate(zip(gradients, reduced, strict=True))
+        if all(tf.is_tensor(one) for one in pair) and is_recorded(pair[0])
+    ]
+    if places:
+
+        def passing(*_: Any) -> tuple[list[Any], Callable[..., Any]]:
+            return [answer[place] for place in places], _refuse_gradient
+
+        results = tf.custom_gradient(passing)(*(gradients[place] for place in places))
+        for place, result in zip(places, results, strict=True):
+            answer[place] = result
+    return answer
+
+
+def _refuse_gradient(*gradients: Any) -> Any:
+    raise as_tensorflows(
+        UsageError(
+            f"{_NAME}: reduced gradients have no gradients: reduce those of a plain tf.GradientTape with "
+            "grouped_allreduce, which differentiates"
+        )
+    )
 
 
 def _group_names(groups: int | Sequence[Sequence[Any]]) -> int | tuple[tuple[str, ...], ...]:

@@ -150,6 +150,25 @@ class GradientsByName(NamedGradients):
             strict = () if tf.executing_eagerly() else range(len(given))
         return GraphCall(self, given, names, like or given, strict, given_if).run()
 
+    def reduce_with_tangents(
+        self, gradients: Sequence[Any], names: Sequence[str], like: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Do the same as a call, eagerly, with results that have derivatives in forward mode.
+
+        All ranks pass the same gradients. Raises UsageError for sparse ones, and for compression beyond a cast.
+        """
+        given = [self._checked(gradient, name) for gradient, name in zip(gradients, names, strict=True)]
+        self.settle_ranks(names, like)
+        if self.alone:
+            return given
+        if self.options.scheme or self.options.predivide != 1:
+            raise UsageError(
+                f"{self.name}: forward mode (tf.autodiff.ForwardAccumulator) works neither with compression beyond a "
+                "cast nor with gradient_predivide_factor: leave it out, or take two tf.GradientTape instead (reverse "
+                "mode)"
+            )
+        return self._one_by_one(given)
+
     def settle_ranks(self, names: Sequence[str], variables: Sequence[Any]) -> None:
         """Reduce over the ranks with the same shards, if variables are sharded on a mesh and no process set was given.
 

@@ -104,6 +104,8 @@ class CommitState:
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
+        if not hasattr(state, "commit"):
+            raise UsageError(f"{type(self).__name__}: expected an elastic state, got {type(state).__name__}")
         self.state, self.batches_per_commit = state, batches_per_commit
         self._batches = 0
 

@@ -29,6 +29,13 @@ def warmup_factor(done: float, warmup_epochs: float, ranks: int) -> float:
     return (1 + min(1.0, done / warmup_epochs) * (ranks - 1)) / ranks
 
 
+def _read_number(what: str, given: Any, otherwise: str = "") -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        raise UsageError(f"{what} is {given!r}, expected a number{otherwise}") from None
+
+
 class LearningRateSchedule:
     """Set the learning rate to `initial_lr * multiplier(epoch)` in epochs from `start_epoch` to before `end_epoch`.
 
@@ -56,7 +63,12 @@ class LearningRateSchedule:
         super().__init__()
         if initial_lr is None:
             raise UsageError("initial_lr is missing: the learning rate that the multiplier multiplies")
-        self.initial_lr = float(initial_lr)
+        what = type(self).__name__
+        self.initial_lr = _read_number(f"{what}: initial_lr", initial_lr)
+        counts = {"start_epoch": start_epoch, "end_epoch": end_epoch, "steps_per_epoch": steps_per_epoch}
+        for name, count in counts.items():
+            if count is not None:
+                _read_number(f"{what}: {name}", count)
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
@@ -64,7 +76,7 @@ class LearningRateSchedule:
         if callable(multiplier):
             self.staircase, self.multiplier = staircase, multiplier
         else:
-            constant = float(multiplier)
+            constant = _read_number(f"{what}: multiplier", multiplier, " or a function of the epoch")
             self.staircase, self.multiplier = True, lambda epoch: constant
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -127,6 +139,8 @@ class LearningRateWarmup(LearningRateSchedule):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
+        _read_number(f"{type(self).__name__}: warmup_epochs", warmup_epochs)
+
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
             return warmup_factor(epoch + 1 / self.steps_per_epoch, warmup_epochs, size())

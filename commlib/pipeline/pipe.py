@@ -46,6 +46,8 @@ def resolve(
     """
     if isinstance(schedule, str) and not schedule.lower().endswith(".csv"):
         return make(find(schedule).name, ranks, microbatches, stages=stages, every=every)
+    if not isinstance(schedule, str | PathLike | Schedule):
+        raise UsageError(f"pipeline: schedule is {schedule!r}, expected a name, a path of a CSV file, or a Schedule")
     resolved = schedule if isinstance(schedule, Schedule) else read(Path(schedule).read_text(), Path(schedule).stem)
     if (resolved.ranks, resolved.microbatches) != (ranks, microbatches):
         raise UsageError(f"schedule {resolved.title}: this pipeline has {ranks} ranks and {microbatches} microbatches")

@@ -25,6 +25,8 @@ class Rows:
 
 def rows_option(rows: Mapping[str, Any] | None) -> Rows:
     """Return the locations of rows from the option of `pipeline`. Raises UsageError for an invalid option."""
+    if rows is not None and not isinstance(rows, Mapping):
+        raise UsageError(f"pipeline: rows is {rows!r}, expected a dict with some of x, y and output")
     options = dict(rows or {})
     if unknown := sorted(set(options) - {"x", "y", "output"}):
         raise UsageError(f"pipeline: rows has {', '.join(map(repr, unknown))}, expected x, y or output")

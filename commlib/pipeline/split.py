@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +25,8 @@ def read_split(split: Sequence[Any], names: Sequence[str], stages: int) -> tuple
 
     Raises UsageError unless they are numbers whose sum is the number of layers, or names of layers in order.
     """
+    if not isinstance(split, Iterable):
+        raise unknown_split(split)
     split = list(split)
     if split and all(isinstance(count, int) for count in split):
         if len(split) != stages or min(split) < 1 or sum(split) != len(names):
@@ -57,6 +59,6 @@ def counts_between(starts: Sequence[int], count: int, split: Sequence[Any]) -> t
     return counts
 
 
-def unknown_split(split: str) -> UsageError:
+def unknown_split(split: object) -> UsageError:
     """Return the error for an unknown value of split."""
     return UsageError(f"pipeline: split is {split!r}, expected 'auto', 'time', numbers of layers, or names of layers")

@@ -7,20 +7,15 @@ import io
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from functools import wraps
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from commlib.errors import CommlibError, PeerError, ShutdownError
 from commlib.launch import mpi_start
-from commlib.process import forks
+from commlib.process import exit_calls, forks
 from commlib.process.error_board import ErrorBoard
-from commlib.process.sources import is_users
-from commlib.process.tracebacks import entered_call, format_error, message_of
+from commlib.process.tracebacks import entered_call, format_error, message_of, shows_all
 
 # Seconds between a rank's last line and the abort: MPICH's launcher stops reading output once a rank aborts.
 LAST_WORDS = 0.1
@@ -35,17 +30,6 @@ _CAUSE_FIRST, _SILENT, _TOGETHER = 1.0, 5.0, 0.3
 _CONSEQUENCES = (PeerError, ShutdownError)
 
 _hooked = False
-
-
-class _Exit(NamedTuple):
-    """A call of `sys.exit`. code: 1 to 255. text: what the rank did. calls: the number of its calls of commlib."""
-
-    code: int
-    text: str
-    calls: int
-
-
-_last_exit: _Exit | None = None  # of the main thread; None for exit code 0
 
 
 def hook(
@@ -67,7 +51,7 @@ def hook(
     _hooked = True
     forks.watch(become_child)
     atexit.register(_at_exit, world, leave, find_board)
-    _watch_exits(world)
+    exit_calls.watch(world)
     previous = sys.excepthook
 
     def abort_after(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -88,58 +72,22 @@ def hook(
             # torch.distributed's hook calls this one and prints its buffer afterwards, which is too late.
             buffered, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
             sys.stderr.write(buffered)
-        comm, call = world() or MPI.COMM_WORLD, entered_call(trace)
+        comm, call = world() or MPI.COMM_WORLD, entered_call(trace) or getattr(error, "entered", "")
         reason = f"ended by an uncaught {kind.__name__}{f' in {call}' if call else ''}"
         message = message_of(error)
         text = "" if is_ours else f": {message}"
-        report = format_error(error.with_traceback(trace), full=_shows_all(world())) if is_ours else ""
+        report = format_error(error.with_traceback(trace), full=shows_all(world())) if is_ours else ""
         board, patience, code = find_board(), 0.0, 1
         if isinstance(error, _CONSEQUENCES):
             patience = _CAUSE_FIRST
             if board is not None and (exits := board.exits())[0]:
                 code = exits[0]
                 report += f"({exits[1]})\n"
-        if _shows_all(world()):
+        if shows_all(world()):
             board = None
         _report_and_abort(MPI, comm, reason + text, report, f"{kind.__name__}: {message}", board, patience, code)
 
     sys.excepthook = abort_after
-
-
-def _watch_exits(world: Callable[[], Any]) -> None:
-    """Note the calls of `sys.exit`: Python does not tell exit hooks the exit code."""
-    plain = sys.exit
-
-    @wraps(plain)
-    def exit(status: Any = None, /) -> NoReturn:
-        global _last_exit
-        if threading.current_thread() is threading.main_thread():
-            with suppress(Exception):  # the note must not keep the program from its end
-                _last_exit = _note_exit(status, sys._getframe().f_back, _count_calls(world()))
-        plain(status)
-
-    sys.exit = exit
-
-
-def _note_exit(status: Any, frame: FrameType | None, calls: int) -> _Exit | None:
-    code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
-    if code == 0:
-        return None
-    while frame is not None and not is_users(frame.f_code.co_filename):  # such as argparse
-        frame = frame.f_back
-    call = f"sys.exit({int(status)})" if isinstance(status, int) else "sys.exit with a message"
-    place = f" in {frame.f_code.co_filename}, line {frame.f_lineno}" if frame is not None else ""
-    return _Exit(code, f"called {call}{place}", calls)
-
-
-def _count_calls(world: Any) -> int:
-    return 0 if world is None else sum(group.call_number for group in list(world.runtime.groups))
-
-
-def _shows_all(world: Any) -> bool:
-    """Return whether commlib's own frames are shown."""
-    setting = os.environ.get("COMMLIB_TRACEBACK", "") if world is None else world.config.traceback
-    return bool(setting == "full")
 
 
 def give_up(text: str, code: int = 1) -> NoReturn:
@@ -214,9 +162,7 @@ def _at_exit(world: Callable[[], Any], leave: Callable[[], str], find_board: Cal
     if forks.is_child() or MPI is None:
         return
     comm = world() or MPI.COMM_WORLD
-    board, left, all_report = find_board(), _last_exit, _shows_all(world())
-    if left is not None and _count_calls(world()) > left.calls:
-        left = None  # it was caught, and the program went on
+    board, left, all_report = find_board(), exit_calls.last(world()), shows_all(world())
     if left is not None and board is not None:
         board.keep_exit(comm.rank, left.code, left.text)
     unfinished = leave()

@@ -22,6 +22,14 @@ def _libraries() -> tuple[str, ...]:
     return tuple(f"{path}/" for path in dict.fromkeys([*folders, site.getusersitepackages()]))
 
 
+_WRAPPERS = (
+    "/__autograph_generated_file",
+    "/tensorflow/python/autograph/",
+    "/tensorflow/python/eager/execute.py",
+    "/tensorflow/python/util/traceback_utils.py",
+)
+
+
 def is_ours(file: str) -> bool:
     """Return whether a source file belongs to commlib or an adapter."""
     return file.startswith(_OURS)
@@ -29,4 +37,9 @@ def is_ours(file: str) -> bool:
 
 def is_users(file: str) -> bool:
     """Return whether a source file belongs to the user: neither to commlib nor to a library."""
-    return not (is_ours(file) or file.startswith(("<frozen", *_libraries())))
+    return not (is_ours(file) or is_wrapper(file) or file.startswith(("<frozen", *_libraries())))
+
+
+def is_wrapper(file: str) -> bool:
+    """Return whether a source file is TensorFlow's, between the user's code and what that calls in a function."""
+    return any(part in file for part in _WRAPPERS)

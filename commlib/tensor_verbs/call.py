@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
+from commlib.errors import UsageError
 from commlib.horovod import require_world
 from commlib.ranks import Ranks, communicator_of
 from commlib.tensor_verbs.tensor_work import TensorWork
@@ -133,10 +134,18 @@ class TensorCall(Generic[R]):
         self.host, self.inputs, self.result = host, inputs, result
         self.options, self.operands = options, inputs if operands is None else operands
 
+    def convert(self, values: tuple[Any, ...], to: Callable[[Any], Any]) -> list[Any]:
+        """Return converted values of the call. Its errors name the verb."""
+        try:
+            return [*map(to, values)]
+        except UsageError as error:
+            place = f"{self.comm.name}: {self.verb}, rank {self.comm.rank}"
+            raise UsageError(f"{place}: {error}") from error.__cause__
+
     def run(self, label: str = "") -> R:
         """Call the verb and wait. label: see `Communicator.labelled`."""
         bridge = self.bridge
-        arrays = [*map(bridge.read, self.inputs)]
+        arrays = self.convert(self.inputs, bridge.read)
         with bridge.in_order():
             answer = self.host(getattr(self.comm.labelled(label) if label else self.comm, self.verb), *arrays)
         if answer is None and bridge.settle is not None:
@@ -147,7 +156,7 @@ class TensorCall(Generic[R]):
     def start(self) -> TensorWork[R]:
         """Call the verb's `_async` twin."""
         bridge, result = self.bridge, self.result
-        arrays = [*map(bridge.read, self.inputs)]
+        arrays = self.convert(self.inputs, bridge.read)
         with bridge.in_order():
             work = self.host(getattr(self.comm, f"{self.verb}_async"), *arrays)
 

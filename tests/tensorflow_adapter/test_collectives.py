@@ -289,6 +289,53 @@ def test_gradient_of_a_gradient(comm: Any) -> None:
     assert_close(outer.gradient(first, x), comm.size**2 * 6 * total)
 
 
+def test_an_eager_tensor_in_a_traced_function(comm: Any) -> None:
+    """Regression: its number was part of the name, and ranks that had made more tensors waited for each other."""
+    for _ in range(comm.rank):
+        tf.constant(1.0)
+    x = tf.constant([1.0, 2.0])
+    check(tf.function(lambda: hvd.allreduce(x, op=hvd.Sum))(), x * comm.size)
+
+
+@both
+@pytest.mark.ranks(min=2)
+def test_gradient_of_a_gradient_of_broadcast(comm: Any, mode: str) -> None:
+    """Regression: only the root computed it, and waited for the other ranks."""
+    x = tf.constant([1.0, 2.0], tf.float64)
+
+    def run() -> tuple[Any, Any]:
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = tf.reduce_sum(hvd.broadcast(x, 0) ** 3)
+            first = inner.gradient(loss, x)
+        return first, outer.gradient(first, x)
+
+    first, second = in_mode(mode, run)()
+    assert_close(first, 3 * x**2 * (comm.rank == 0))
+    assert_close(second, 6 * x * (comm.rank == 0) / comm.size)
+
+
+@pytest.mark.parametrize("verb", ["allreduce", "alltoall", "reducescatter"])
+def test_forward_mode(comm: Any, verb: str) -> None:
+    x = values(tf.float64, comm.rank, (2 * comm.size,))
+    with tf.autodiff.ForwardAccumulator(x, 2 * x) as accumulator:
+        result = getattr(hvd, verb)(x)
+    assert_close(accumulator.jvp(result), 2 * result)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize(("verb", "ordered"), [("allgather", "all_gather or all_gather_v"), ("broadcast", "ranks=")])
+def test_forward_mode_is_refused_where_gradients_are_averaged(comm: Any, verb: str, ordered: str) -> None:
+    """Regression: the derivative was divided by the number of ranks."""
+    x, more = tf.ones(2), [0] * (verb == "broadcast")
+    with tf.autodiff.ForwardAccumulator(x, x):
+        with pytest.raises(UsageError, match=rf"^{verb}: .*ForwardAccumulator .*ordered verb \(.*{ordered}\)"):
+            getattr(hvd, verb)(x, *more)
+        getattr(hvd, verb)(tf.stop_gradient(x), *more)
+
+
 def test_gradients_through_nested_functions_and_a_loop(comm: Any) -> None:
     @tf.function
     def inner(x: Any) -> Any:

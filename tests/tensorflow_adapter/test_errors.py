@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import commlib_tensorflow as hvd
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
+from commlib.process.tracebacks import entered_call
 from commlib_tensorflow import errors
 from commlib_tensorflow._host_calls import Spec, call, graph_errors, no_autograph
 from tests.tensorflow_adapter.oracle import MODES, check, in_mode
@@ -179,6 +180,70 @@ def test_an_error_while_a_function_is_traced(comm: Any) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match="dtype string") as caught:
         run(tf.constant("text"))
     assert isinstance(caught.value, UsageError)
+
+
+@pytest.mark.parametrize("where", ["eager", "traced", "in a node"])
+def test_an_error_is_told_once_and_names_the_call(comm: Any, where: str) -> None:
+    """Regression: texts from traced functions had all frames, the message twice, and a wrapper's name for the call."""
+    x, splits = (tf.ones(2), [5] * comm.size) if where == "in a node" else (tf.constant("text"), None)
+
+    def run() -> Any:
+        return hvd.alltoall(x, splits)
+
+    with pytest.raises(UsageError) as caught:
+        (run if where == "eager" else tf.function(run))()
+    text = str(caught.value)
+    assert text.count("splits must" if where == "in a node" else "dtype string") <= 1
+    assert "Traceback" not in text and "guarded" not in text and "_host_calls.py" not in text
+    assert (entered_call(caught.value.__traceback__) or caught.value.entered) == "alltoall"
+    if where != "eager":
+        assert "frames inside commlib; COMMLIB_TRACEBACK=full shows them" in text and "in run" in text
+
+
+def _model() -> Any:
+    return keras.Sequential([keras.Input([2]), *(keras.layers.Dense(2) for _ in range(4))])
+
+
+def _pipeline(comm: Any, **options: Any) -> Any:
+    return hvd.pipeline(_model(), comm, microbatches=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("expected", "call"),
+    [
+        (r"^\S+: all_reduce, rank \d: tensors of dtype string", lambda comm: hvd.all_reduce("x", ranks=comm)),
+        (r"^\S+: all_gather, rank \d: tensors of dtype string", lambda comm: hvd.all_gather_async("x", ranks=comm)),
+        (r"^\S+: broadcast, rank \d: tensors of dtype string", lambda comm: hvd.broadcast("x", 0, ranks=comm)),
+        (r"^\S+: scan, rank \d: expected a tensor, got object", lambda comm: hvd.scan(object(), ranks=comm)),
+        ("^allreduce: expected a tensor, got NoneType", lambda comm: hvd.allreduce(None)),
+        ("^allgather: tensors of dtype string", lambda comm: hvd.allgather("x")),
+        ("^broadcast: tensors of dtype string", lambda comm: hvd.broadcast("x", 0)),
+        ("^alltoall: expected a tensor, got dict", lambda comm: hvd.alltoall({"x": 1})),
+        ("^reducescatter: tensors of dtype string", lambda comm: hvd.reducescatter("x")),
+        ("^copy: tensors of dtype string", lambda comm: hvd.tensor.copy("x", comm)),
+        ("^gather: expected a tensor, got NoneType", lambda comm: hvd.tensor.gather(None, comm)),
+        ("^all_to_all: tensors of dtype string", lambda comm: hvd.tensor.all_to_all("x", comm, 0, 0)),
+        ("^vocabulary_cross_entropy: tensors", lambda comm: hvd.vocabulary_cross_entropy("x", [1], comm)),
+        ("^parallelize: verify is 3, expected a batch", lambda comm: hvd.parallelize(_model(), comm, {}, verify=3)),
+        ("^expertize: example is 'x', expected a batch", lambda comm: hvd.expertize(_model(), comm, {}, example="x")),
+        ("^pipeline: schedule is 3, expected a name", lambda comm: _pipeline(comm, schedule=3)),
+        ("^pipeline: rows is 3, expected a dict", lambda comm: _pipeline(comm, rows=3)),
+        ("^pipeline: split is 3, expected 'auto'", lambda comm: _pipeline(comm, split=3)),
+        ("^pipeline: optimizer is 3, expected one of Keras 3", lambda comm: _pipeline(comm, optimizer=3)),
+        ("^gather_weights: expected a keras.Model, got builtins.int", lambda comm: hvd.gather_weights(3)),
+        ("^set_weights: expected a keras.Model, got builtins.int", lambda comm: hvd.tensor.set_weights(3, [])),
+        ("^set_weights: expected a list .* got int", lambda comm: hvd.tensor.set_weights(keras.layers.Dense(1), 3)),
+        ("^expert_stats: expected a keras.Model, got builtins.int", lambda comm: hvd.expert_stats(3)),
+        ("^DistributedGradientTape: expected .* got int", lambda comm: hvd.DistributedGradientTape(3)),
+        ("got the class GradientTape", lambda comm: hvd.DistributedGradientTape(tf.GradientTape)),
+        ("^DistributedGradientTape: expected .* got str", lambda comm: hvd.PartialDistributedGradientTape("tape")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_argument_of_another_type(comm: Any, expected: str, call: Any) -> None:
+    """Regression: such errors did not name the call, were none of ours, or came later."""
+    with pytest.raises(UsageError, match=expected):
+        call(comm)
 
 
 @pytest.mark.ranks(min=2)

@@ -97,6 +97,56 @@ def test_the_wrapped_tape_is_a_tape(comm: Any) -> None:
     assert_close(tape.jacobian(y, variable), tf.constant(2.0 * (comm.rank + 1)), 1e-6)  # this rank's
 
 
+@pytest.mark.parametrize("options", [{}, {"op": hvd.Sum}, {"compression": hvd.Compression.bf16}], ids=str)
+def test_forward_mode_through_reduced_gradients(comm: Any, options: Any) -> None:
+    """Regression: the derivative of the reduced gradients was None."""
+    variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+    directions = [tf.constant([1.0, 0.5]), tf.constant(2.0)]
+    with tf.autodiff.ForwardAccumulator(variables, directions) as accumulator:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variables[0] ** 3 * variables[1]) * (comm.rank + 1.0)
+        reduced = hvd.DistributedGradientTape(tape, **options).gradient(loss, variables)
+    total = sum(range(comm.size + 1)) / (1 if options.get("op") == hvd.Sum else comm.size)
+    (x, y), (along_x, along_y) = variables, directions
+    check(reduced[0], 3 * x**2 * y * total)
+    check(accumulator.jvp(reduced[0]), (6 * x * y * along_x + 3 * x**2 * along_y) * total)
+    check(accumulator.jvp(reduced[1]), tf.reduce_sum(3 * x**2 * along_x) * total)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("options", [{"compression": "int8"}, {"gradient_predivide_factor": 2.0}], ids=str)
+def test_forward_mode_through_compressed_gradients_is_refused(comm: Any, options: Any) -> None:
+    variable = tf.Variable([1.0, 2.0])
+    with tf.autodiff.ForwardAccumulator(variable, tf.ones(2)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable**3)
+        with pytest.raises(UsageError, match=r"DistributedGradientTape: forward mode .*compression beyond a cast"):
+            hvd.DistributedGradientTape(tape, **options).gradient(loss, variable)
+
+
+@both
+@pytest.mark.ranks(min=2)
+def test_gradients_of_reduced_gradients_are_refused(comm: Any, mode: str) -> None:
+    """Regression: they were None, so that a sum of other terms lacked them."""
+    variable = tf.Variable([1.0, 2.0])
+
+    def run() -> Any:
+        with tf.GradientTape(persistent=True) as outer:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable**3)
+            reduced = hvd.DistributedGradientTape(tape).gradient(loss, variable)
+            both = tf.reduce_sum(reduced) + tf.reduce_sum(variable)
+        check_plain(outer.gradient(loss, variable))
+        return outer.gradient(both, variable)
+
+    @tf.autograph.experimental.do_not_convert
+    def check_plain(gradient: Any) -> None:
+        assert gradient is not None
+
+    with pytest.raises(UsageError, match=r"reduced gradients have no gradients: .*grouped_allreduce"):
+        in_mode(mode, run)()
+
+
 @both
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_an_embedding_equals_one_process(comm: Any, sparse_as_dense: bool, mode: str) -> None:

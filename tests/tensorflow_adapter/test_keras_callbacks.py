@@ -210,6 +210,28 @@ def test_momentum_correction(correct: bool, wrapped: bool) -> None:
     np.testing.assert_allclose(variable.numpy(), [-1 - (0.05 if correct else 0.5) - 0.1], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("expected", "make"),
+    [
+        (
+            "^LearningRateSchedule.*: initial_lr is 'x', expected a number",
+            lambda of: of.LearningRateScheduleCallback("x", 0.5),
+        ),
+        ("multiplier is 'x', .* function of the epoch", lambda of: of.LearningRateScheduleCallback(0.1, "x")),
+        ("start_epoch is 'x', expected a number", lambda of: of.LearningRateScheduleCallback(0.1, 0.5, "x")),
+        ("^LearningRateWarmup.*: warmup_epochs is 'x'", lambda of: of.LearningRateWarmupCallback(0.1, "x")),
+        ("local_variables is 3, expected variables", lambda of: of.BroadcastGlobalVariablesCallback(0, "", 3)),
+        (r"local_variables is \[3\]", lambda of: of.BroadcastGlobalVariablesCallback(0, "", [3])),
+        ("^CommitState.*: expected an elastic state, got int", lambda of: of.CommitStateCallback(3)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_of_another_type(expected: str, make: Any) -> None:
+    """Regression: they failed in `fit`, with errors of Python."""
+    with pytest.raises(UsageError, match=expected):
+        make(hvd.callbacks.of(keras))
+
+
 def test_adam_has_no_momentum_to_correct() -> None:
     optimizer = keras.optimizers.Adam(1.0)
     optimizer.apply([tf.ones(1)], [keras.Variable(np.zeros(1), dtype="float32")])

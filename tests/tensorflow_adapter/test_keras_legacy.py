@@ -50,6 +50,22 @@ def step(model: Any, optimizer: Any, data: Any, scale: float = 1.0) -> None:
     optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
+@pytest.mark.parametrize("maker", ["MetricAverageCallback", "BestModelCheckpoint"])
+def test_callbacks_of_keras_3_are_refused(comm: Any, maker: str) -> None:
+    """Regression: they failed deep in tf_keras."""
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=[2])])
+    model.compile("sgd", "mse")
+    callback = getattr(of(keras), maker)()
+    with pytest.raises(UsageError, match=rf"{maker}: .* model of tf_keras, but Keras 3 .*TF_USE_LEGACY_KERAS=1"):
+        model.fit(np.ones([2, 2]), np.ones([2, 1]), verbose=0, callbacks=[callback])
+
+
+def test_a_pipeline_of_keras_2_is_refused(comm: Any) -> None:
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=[2])])
+    with pytest.raises(UsageError, match="got Sequential: models of Keras 2 cannot be split, use Keras 3"):
+        hvd.pipeline(model, comm, microbatches=1)
+
+
 MAKERS: dict[str, Any] = {
     "new": lambda: tf_keras.optimizers.Adam(0.05, global_clipnorm=0.5, jit_compile=False),
     "legacy": lambda: tf_keras.optimizers.legacy.SGD(0.1, momentum=0.9),

@@ -89,6 +89,23 @@ def test_forward_mode(comm: Any, name: str) -> None:
     np.testing.assert_allclose(accumulator.jvp(result).numpy(), result.numpy(), rtol=1e-12, atol=1e-12)
 
 
+def test_second_order_on_ranks_without_a_use_for_the_result(comm: Any) -> None:
+    """The gradient of a term that keeps a rank in a second backward depends on the result."""
+    x = tf.constant([1.0, 2.0])
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            result = ct.all_reduce(x * x, ranks=comm)
+            loss = tf.reduce_sum(result**3) if comm.rank == 0 else 0 * tf.reduce_sum(result**2)
+        gradient = inner.gradient(loss, x)
+        squares = tf.reduce_sum(tf.square(gradient))
+    second = outer.gradient(squares, x)
+    size = comm.size
+    np.testing.assert_allclose(gradient.numpy(), 6 * size**2 * x.numpy() ** 5)
+    np.testing.assert_allclose(second.numpy(), 72 * size**4 * x.numpy() ** 9 + 288 * size**4 * x.numpy() ** 9)
+
+
 def test_forward_mode_through_several_verbs(comm: Any) -> None:
     x = tf.constant(np.random.default_rng(comm.rank).standard_normal((2, 2)))
     with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:

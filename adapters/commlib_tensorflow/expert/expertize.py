@@ -21,6 +21,7 @@ from commlib.mesh_groups import Mesh
 from commlib.tensor_parallel.plan import resolve
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._trial_run import check_batches
 from commlib_tensorflow.expert._attribute_state import broadcast_attribute_state
 from commlib_tensorflow.expert._expert_settings import (
     check_call,
@@ -67,6 +68,7 @@ def expertize(
     """
     comm = ranks.comm if isinstance(ranks, Mesh) else ExpertRanks.of(ranks, 1).data
     agree_on_call(comm, "expertize", plan=plan, verify=verify, example=example)
+    check_batches("expertize", verify=verify, example=example)
     mlps = run_together(comm, lambda: _find_mlps(model, plan))
     lines = [line for place, layer, experts in mlps for line in _lines(f"layer {place}", layer, experts)]
     check_agreement(comm, "expertize", [*lines, *(f"{v.dtype}{list(v.shape)}" for v in model.variables)])

@@ -37,6 +37,7 @@ from commlib_tensorflow.expert._step_hooks import call_after_step
 from commlib_tensorflow.expert.mlp import MLP
 from commlib_tensorflow.tensor._export_checks import watch_exports
 from commlib_tensorflow.tensor._file_layers import FileLayer
+from commlib_tensorflow.tensor.names import check_model
 
 
 class MoE(FileLayer, keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
@@ -296,4 +297,6 @@ def expert_stats(model: keras.Model) -> dict[str, ExpertStats]:
     Args:
         model: A model with mixtures of experts.
     """
+    if not isinstance(model, keras.layers.Layer):
+        check_model(model, "expert_stats", ": models of Keras 2 have no experts, use Keras 3")
     return stats_of(layer.mixture for layer in model._flatten_layers() if isinstance(layer, MoE))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from commlib import horovod as core
+from commlib.errors import UsageError
 from commlib.horovod import callbacks as bodies
 from commlib.horovod.learning_rate import LearningRateSchedule, LearningRateWarmup
 from commlib_tensorflow import _keras_optimizers as optimizers
@@ -32,7 +33,12 @@ class BroadcastGlobalVariables:
         super().__init__()
         self.root_rank = root_rank
         self._last: weakref.ref[Any] | None = None  # the last model that was broadcast
-        self._local = {key_of(variable) for variable in local_variables or ()}
+        try:
+            self._local = {key_of(variable) for variable in local_variables or ()}
+        except (AttributeError, TypeError) as error:
+            raise UsageError(
+                f"{type(self).__name__}: local_variables is {local_variables!r:.80}, expected variables"
+            ) from error
 
     @property
     def broadcast_done(self) -> bool:
@@ -83,4 +89,20 @@ def of(keras: Any) -> SimpleNamespace:
 def _derive(body: type, base: type, name: str) -> type:
     """Return a class `name` with the behaviour of `body`, derived from a callback class of Keras."""
     module = "commlib_tensorflow.keras.callbacks"
-    return type(name, (body, base), {"__doc__": body.__doc__, "__module__": module, "optimizers": optimizers})
+
+    def set_model(self: Any, model: Any) -> None:
+        """Set the model that is trained."""
+        if _is_of_keras2(type(model)) and not _is_of_keras2(base):
+            raise UsageError(
+                f"{name}: this is a model of tf_keras, but Keras 3 is in use: set TF_USE_LEGACY_KERAS=1 before "
+                "TensorFlow is imported, or take the callbacks from commlib_tensorflow.keras.callbacks.of(tf_keras)"
+            )
+        super(derived, self).set_model(model)
+
+    own = {"__doc__": body.__doc__, "__module__": module, "optimizers": optimizers, "set_model": set_model}
+    derived = type(name, (body, base), own)
+    return derived
+
+
+def _is_of_keras2(kind: type) -> bool:
+    return any(base.__module__.startswith("tf_keras.") for base in kind.__mro__)

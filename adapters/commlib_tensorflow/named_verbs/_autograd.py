@@ -14,7 +14,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.horovod import Reduction
 from commlib_tensorflow._device_calls import allocate_like, call_on_device, copy_array
-from commlib_tensorflow._host_calls import Spec, gradient_name, is_recording
+from commlib_tensorflow._host_calls import Spec, gradient_name, is_recording, refuse_eager_forward_mode
 
 
 def allreduce_tensors(tensors: Sequence[Any], how: Reduction) -> list[Any]:
@@ -46,6 +46,7 @@ def allgather_tensors(tensors: Sequence[Any], name: str | None, group: Any) -> l
         before = tf.reduce_sum(everyone[: group.rank()], axis=0)
         return [dy[before[i] : before[i] + rows[i]] for i, dy in enumerate(averaged)]
 
+    _refuse_forward_mode("allgather", tensors, group, "all_gather or all_gather_v")
     return _differentiable(lambda xs: call_on_device(host, xs, [Spec.rows_of(x) for x in xs]), backward, tensors)
 
 
@@ -95,8 +96,12 @@ def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, group: core.
 
     def backward(xs: Sequence[Any], dys: Sequence[Any]) -> list[Any]:
         averaged = allreduce_tensors(dys, Reduction.of_gradients("broadcast", gradient_name(name), group))
-        return averaged if core.rank() == root_rank else [tf.zeros_like(dy) for dy in averaged]
+        if core.rank() == root_rank:
+            return averaged
+        # Connected with the reduction, whose gradient all ranks compute together.
+        return [tf.where(False, dy, tf.zeros_like(dy)) for dy in averaged]
 
+    _refuse_forward_mode("broadcast", [tensor], group, "broadcast with ranks=")
     return _differentiable(lambda xs: broadcast_tensors(xs, root_rank, name, group), backward, [tensor])[0]
 
 
@@ -108,6 +113,12 @@ def broadcast_tensors(tensors: Sequence[Any], root_rank: int, name: str | None, 
         return list(core.start_broadcast(copies, root_rank, name, process_set=group, blocking=True).wait())
 
     return call_on_device(host, tensors, [Spec.like(tensor) for tensor in tensors])
+
+
+def _refuse_forward_mode(verb: str, tensors: Sequence[Any], group: core.ProcessSet, ordered: str) -> None:
+    """Raise UsageError in forward mode for a verb whose backward averages, so that it is not the transposed verb."""
+    if group.size() != 1:
+        refuse_eager_forward_mode(verb, tensors, f"call the ordered verb ({ordered})")
 
 
 def _differentiable(

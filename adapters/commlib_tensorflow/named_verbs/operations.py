@@ -109,7 +109,7 @@ def allreduce(
     if isinstance(tensor, tf.IndexedSlices):
         name = operation_name("Allreduce", name, tensor.values, ignore_name_scope=ignore_name_scope)
         return _allreduce_slices([tensor], how.called(name))[0]
-    tensor = as_tensor(tensor)
+    tensor = as_tensor(tensor, "allreduce")
     name = operation_name("Allreduce", name, tensor, ignore_name_scope=ignore_name_scope)
     return _reduce_compressed(allreduce_tensors, [tensor], how.called(name), compression)[0]
 
@@ -180,7 +180,7 @@ def allgather(
         >>> ct.allgather(tf.fill([comm.rank + 1], comm.rank)).numpy()
         array([0, 1, 1], dtype=int32)
     """
-    tensor = as_tensor(tensor)
+    tensor = as_tensor(tensor, "allgather")
     name = operation_name("Allgather", name, tensor, ignore_name_scope=ignore_name_scope)
     return allgather_tensors([tensor], name, core.process_set_of(process_set))[0]
 
@@ -247,7 +247,7 @@ def broadcast(
         check_ordered(name, process_set)
         return run(ordered.broadcast(tensor, source, algorithm=algorithm, ranks=ranks))
     check_named(algorithm)
-    tensor = as_tensor(tensor)
+    tensor = as_tensor(tensor, "broadcast")
     name = operation_name("Broadcast", name, tensor, ignore_name_scope=ignore_name_scope)
     return broadcast_tensor(tensor, source, name, core.process_set_of(process_set))
 
@@ -312,7 +312,7 @@ def alltoall(
         >>> ct.alltoall(tf.constant([comm.rank, comm.rank])).numpy()
         array([0, 1], dtype=int32)
     """
-    tensor = as_tensor(tensor)
+    tensor = as_tensor(tensor, "alltoall")
     name = operation_name("Alltoall", name, tensor, ignore_name_scope=ignore_name_scope)
     group = core.process_set_of(process_set)
     if splits is None:
@@ -355,7 +355,7 @@ def reducescatter(
         >>> ct.reducescatter(tf.ones([4]), op=ct.Sum).numpy()
         array([2., 2.], dtype=float32)
     """
-    tensor = as_tensor(tensor)
+    tensor = as_tensor(tensor, "reducescatter")
     name = operation_name("Reducescatter", name, tensor, ignore_name_scope=ignore_name_scope)
     group = core.process_set_of(process_set)
     how = Reduction.of(op, None, name, prescale_factor, postscale_factor, group)

@@ -73,7 +73,9 @@ def to_functional(model: Any) -> Any:
     if isinstance(model, list | tuple):
         model = keras.Sequential(list(model))
     if not isinstance(model, keras.Model):
-        raise UsageError(f"pipeline: expected a Keras model or a list of layers, got {type(model).__name__}")
+        kind = type(model)
+        hint = ": models of Keras 2 cannot be split, use Keras 3" if kind.__module__.startswith("tf_keras.") else ""
+        raise UsageError(f"pipeline: expected a Keras model or a list of layers, got {kind.__name__}{hint}")
     is_functional = isinstance(model, keras.Function)
     if not is_functional and not isinstance(model, keras.Sequential):
         raise UsageError(

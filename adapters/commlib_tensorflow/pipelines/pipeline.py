@@ -332,7 +332,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """
         if options.pop("jit_compile", "auto") is True:
             raise UsageError("pipeline: jit_compile=True: stages are compiled by TensorFlow without XLA; leave it out")
-        optimizer = keras.optimizers.get(optimizer)
+        try:
+            optimizer = keras.optimizers.get(optimizer)
+        except ValueError as error:
+            raise UsageError(f"pipeline: optimizer is {optimizer!r}, expected one of Keras 3, or its name") from error
         schedule = self._own.steps.pipe.schedule
         check_optimizer(optimizer, ranks=schedule.ranks, flushes=not schedule.every)
         self._own.steps.losses_of(loss)  # raises UsageError

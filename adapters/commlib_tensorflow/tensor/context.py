@@ -106,8 +106,8 @@ def attention(
     """
     refuse_vectorized()
     over = axis_of(ranks, "attention")
-    q, k, v = (as_tensor(x) for x in (q, k, v))
-    mask, key_mask = (x if x is None else as_tensor(x) for x in (mask, key_mask))
+    q, k, v = (as_tensor(x, WHAT) for x in (q, k, v))
+    mask, key_mask = (x if x is None else as_tensor(x, WHAT) for x in (mask, key_mask))
     options = AttentionOptions(causal, scale, layout, length, documents, window, method, dropout_p)
     place = place_of((q, k, v))
 

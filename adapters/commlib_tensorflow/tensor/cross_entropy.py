@@ -69,7 +69,7 @@ def vocabulary_cross_entropy(
         MismatchError: If ranks have different targets, weights or options.
     """
     refuse_vectorized()
-    logits, target = as_tensor(logits), as_tensor(target)
+    logits, target = (as_tensor(x, WHAT) for x in (logits, target))
     shared = axis_of(ranks.comm if isinstance(ranks, ParallelAxis) else ranks, WHAT)  # a codec must not change sums
     weight = None if weight is None else tf.stop_gradient(tf.convert_to_tensor(weight))
     given, of_weight = (_form_of(logits), _form_of(target)), None if weight is None else _form_of(weight)

@@ -37,7 +37,7 @@ def copy(x: Any, ranks: AxisRanks) -> tf.Tensor:
         >>> ct.tensor.copy(tf.ones([2]), comm).numpy()
         array([1., 1.], dtype=float32)
     """
-    return redistribute(as_tensor(x), axis_of(ranks, "copy"), COPY)
+    return redistribute(as_tensor(x, "copy"), axis_of(ranks, "copy"), COPY)
 
 
 @no_autograph
@@ -52,7 +52,7 @@ def reduce(x: Any, ranks: AxisRanks) -> tf.Tensor:
         >>> ct.tensor.reduce(tf.ones([2]), comm).numpy()
         array([2., 2.], dtype=float32)
     """
-    return redistribute(as_tensor(x), axis_of(ranks, "reduce"), REDUCE)
+    return redistribute(as_tensor(x, "reduce"), axis_of(ranks, "reduce"), REDUCE)
 
 
 @no_autograph
@@ -68,7 +68,7 @@ def scatter(x: Any, ranks: AxisRanks, dim: int = 0) -> tf.Tensor:
         >>> ct.tensor.scatter(tf.zeros([4, 3]), comm, 0).shape.as_list()
         [2, 3]
     """
-    return redistribute(as_tensor(x), axis_of(ranks, "scatter"), moves.scatter(dim))
+    return redistribute(as_tensor(x, "scatter"), axis_of(ranks, "scatter"), moves.scatter(dim))
 
 
 @no_autograph
@@ -85,7 +85,7 @@ def gather(x: Any, ranks: AxisRanks, dim: int = 0, *, partial: bool = False) -> 
         >>> ct.tensor.gather(tf.constant([comm.rank]), comm, 0).numpy()
         array([0, 1], dtype=int32)
     """
-    return redistribute(as_tensor(x), axis_of(ranks, "gather"), moves.gather(dim, partial=partial))
+    return redistribute(as_tensor(x, "gather"), axis_of(ranks, "gather"), moves.gather(dim, partial=partial))
 
 
 @no_autograph
@@ -101,7 +101,7 @@ def reduce_scatter(x: Any, ranks: AxisRanks, dim: int = 0) -> tf.Tensor:
         >>> ct.tensor.reduce_scatter(tf.ones([4]), comm, 0).numpy()
         array([2., 2.], dtype=float32)
     """
-    return redistribute(as_tensor(x), axis_of(ranks, "reduce_scatter"), moves.reduce_scatter(dim))
+    return redistribute(as_tensor(x, "reduce_scatter"), axis_of(ranks, "reduce_scatter"), moves.reduce_scatter(dim))
 
 
 @no_autograph
@@ -118,7 +118,7 @@ def all_to_all(x: Any, ranks: AxisRanks, divide: int, join: int) -> tf.Tensor:
         >>> ct.tensor.all_to_all(tf.zeros([2, 4]), comm, divide=1, join=0).shape.as_list()
         [4, 2]
     """
-    return redistribute(as_tensor(x), axis_of(ranks, "all_to_all"), moves.all_to_all(divide, join))
+    return redistribute(as_tensor(x, "all_to_all"), axis_of(ranks, "all_to_all"), moves.all_to_all(divide, join))
 
 
 def axis_of(ranks: AxisRanks, verb: str) -> ParallelAxis:

@@ -16,13 +16,19 @@ def layers_of(model: Any) -> dict[str, Any]:
 
 def layers_named(model: Any, verb: str = "parallelize") -> dict[str, list[Any]]:
     """Return all layers within a model by name. Raises UsageError if it is not a Keras 3 model."""
-    if not isinstance(model, keras.Model):
-        of = type(model).__module__.split(".")[0]
-        hint = ": models of Keras 2 cannot be sharded, use Keras 3" if of == "tf_keras" else ""
-        raise UsageError(f"{verb}: expected a keras.Model, got {of}.{type(model).__name__}{hint}")
+    check_model(model, verb)
     layers: dict[str, list[Any]] = {}
     _walk(model, "", (), layers)
     return layers
+
+
+def check_model(model: Any, verb: str, hint: str = ": models of Keras 2 cannot be sharded, use Keras 3") -> None:
+    """Raise UsageError if a model is not a Keras 3 model. hint: what is said of models of tf_keras."""
+    if not isinstance(model, keras.Model):
+        of = type(model).__module__.split(".")[0]
+        raise UsageError(
+            f"{verb}: expected a keras.Model, got {of}.{type(model).__name__}{hint if of == 'tf_keras' else ''}"
+        )
 
 
 def single_layer(name: str, layers: list[Any]) -> Any:

@@ -24,6 +24,7 @@ from commlib_tensorflow._host_calls import result_empty
 from commlib_tensorflow._keras3 import NO_XLA_DIVIDED, never_compile
 from commlib_tensorflow._keras_reduction import replace
 from commlib_tensorflow._shards import shard_of
+from commlib_tensorflow._trial_run import check_batches
 from commlib_tensorflow.tensor._callbacks import watch_callbacks
 from commlib_tensorflow.tensor._file_layers import disguise_class
 from commlib_tensorflow.tensor._numbers import keep_whole_in_configurations, numbers_in
@@ -87,6 +88,7 @@ def parallelize(
     axis = communicator_of(ranks, "parallelize")
     shared = ParallelAxis(axis, codec, empty=result_empty)
     agree_on_call(axis, "parallelize", plan=plan, verify=verify, example=example, codec=codec, output=divided_output)
+    check_batches("parallelize", verify=verify, example=example)
     named = run_together(axis, lambda: layers_named(model))
     layers = {name: same[0] for name, same in named.items()}
     is_auto = isinstance(plan, str)

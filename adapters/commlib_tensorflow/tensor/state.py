@@ -15,6 +15,7 @@ from commlib_tensorflow._shards import own_of, shard_of, whole_of
 from commlib_tensorflow.pipelines._updates import lists_of, put_state, state_of
 from commlib_tensorflow.pipelines.pipeline import Pipeline
 from commlib_tensorflow.tensor._sharding import shard_variables
+from commlib_tensorflow.tensor.names import check_model
 
 
 def gather_weights(model: keras.Model) -> list[Array]:
@@ -28,6 +29,7 @@ def gather_weights(model: keras.Model) -> list[Array]:
     if isinstance(model, Pipeline):  # its own weights are those of this rank's stages
         whole: list[Array] = model.gather_weights()
         return whole
+    _check_weights(model, "gather_weights")
     return [whole_of(weight, weight.numpy()) for weight in model.weights]
 
 
@@ -41,10 +43,19 @@ def set_weights(model: keras.Model, weights: Sequence[Any]) -> None:
     Raises:
         UsageError: For another number of weights, or other shapes than the unsharded ones.
     """
+    _check_weights(model, "set_weights")
+    if not hasattr(weights, "__len__"):
+        raise UsageError(f"set_weights: expected a list of arrays, got {type(weights).__name__}")
     if len(weights) != len(model.weights):
         raise UsageError(f"set_weights: got {len(weights)} weights, but the model has {len(model.weights)}")
     for weight, value in zip(model.weights, weights, strict=True):
         weight.assign(own_of(weight, value))
+
+
+def _check_weights(model: Any, call: str) -> None:
+    """Raise UsageError for anything without weights. Those of Keras 2 have some, which are whole."""
+    if not hasattr(model, "weights"):
+        check_model(model, call)
 
 
 def gather_model(model: keras.Model) -> keras.Model:
@@ -62,9 +73,7 @@ def gather_model(model: keras.Model) -> keras.Model:
     Examples:
         ct.gather_model(model).save("whole.keras")  # on one rank or on all, to separate files
     """
-    if not isinstance(model, keras.Model):
-        kind = f"{type(model).__module__.partition('.')[0]}.{type(model).__name__}"
-        raise UsageError(f"gather_model: expected a keras.Model, got {kind}: models of Keras 2 cannot be sharded")
+    check_model(model, "gather_model")
     try:
         whole = model.__class__.from_config(model.get_config())
     except Exception as error:

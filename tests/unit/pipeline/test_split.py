@@ -34,6 +34,7 @@ def test_sizes_are_even() -> None:
         (["e"], "unknown layer 'e'; the layers are a, b, c, d"),
         (["a"], "without the first"),
         ([1.5], "expected names of layers"),
+        (3, "split is 3, expected 'auto', 'time', numbers of layers, or names of layers"),
     ],
 )
 def test_wrong_splits_are_refused(split: Any, expected: str) -> None:

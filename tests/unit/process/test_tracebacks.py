@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from commlib import errors
 from commlib.errors import UsageError
 from commlib.pipeline.rows import each
-from commlib.process.tracebacks import entered_call, format_error, message_of
+from commlib.process.tracebacks import entered_call, fold_text, format_error, message_of
 from commlib.schedule.registry import program
 from commlib.tensor_verbs import VerbMaker
 
@@ -96,6 +97,56 @@ def test_the_cause_of_an_error_is_folded_too() -> None:
 
     text = format_error(caught(translate))
     assert "direct cause" in text and text.count("(2 frames inside commlib") == 1 and "registry.py" not in text
+
+
+TRACED = """in user code:
+
+    File "{user}", line 9, in step  *
+        return ct.all_reduce(x)
+    File "/site-packages/tensorflow/python/autograph/impl/api.py", line 643, in wrapper
+        return func(*args, **kwargs)
+    File "{ours}", line 69, in all_reduce  **
+        raise same from same.__cause__
+    File "{ours}", line 30, in run
+
+    UsageError: no such tensor
+"""
+IN_NODE = """Graph execution error:
+
+Detected at node commlib/PyFunc defined at (most recent call last):
+  File "{user}", line 9, in step
+
+  File "{ours}", line 69, in all_reduce
+
+  File "{ours}", line 30, in run
+
+UsageError: no such tensor
+Traceback (most recent call last):
+
+  File "{ours}", line 69, in call_host
+    return list(host(*map(of, given)))
+                ^^^^^^^^^^^^^^^^^^^^^
+
+commlib.errors.UsageError: no such tensor
+
+
+\t [[{{{{node commlib/PyFunc}}}}]] [Op:__inference_step_18]"""
+
+
+@pytest.mark.parametrize(("text", "count"), [(TRACED, 3), (IN_NODE, 2)], ids=["traced", "in a node"])
+def test_frames_in_the_text_of_tensorflow_are_folded(text: str, count: int) -> None:
+    folded, call = fold_text(text.format(user=__file__, ours=errors.__file__))
+    assert call == "all_reduce"
+    assert folded.count("no such tensor") == 1 and folded.endswith("UsageError: no such tensor")
+    assert errors.__file__ not in folded and "line 9, in step" in folded
+    assert f"({count} frames inside commlib; COMMLIB_TRACEBACK=full shows them)\n" in folded
+    assert fold_text(folded)[0] == folded
+
+
+def test_frames_of_the_user_in_a_node_stay() -> None:
+    text = IN_NODE.format(user=__file__, ours=__file__)
+    assert fold_text(text)[0].count("line 69, in call_host") == 1
+    assert fold_text("a text\n  without frames") == ("a text\n  without frames", "")
 
 
 def test_a_misspelled_name_gets_pythons_own_hint() -> None:
