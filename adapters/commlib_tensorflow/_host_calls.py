@@ -227,10 +227,11 @@ def is_recording() -> bool:
     return not tf.executing_eagerly() or bool(_some_tape_records())
 
 
-def is_recorded(tensor: Any) -> bool:
-    """Return whether a tape or a forward accumulator watches a tensor. A traced function sees only those in it."""
+def is_recorded(*tensors: Any) -> bool:
+    """Return whether a tape or a forward accumulator watches some tensor. A traced function sees only those in it."""
     # Only the second sees accumulators, and the tapes that they make to run backwards.
-    return bool(_are_watched([tensor]) or _gradient_types([tensor]))
+    every = list(tensors)
+    return bool(_are_watched(every) or _gradient_types(every))
 
 
 def has_tangents(tensors: Sequence[Any]) -> bool:

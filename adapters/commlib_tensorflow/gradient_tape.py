@@ -21,7 +21,6 @@ from commlib.sharding.shard_replicas import axes_of_data, mesh_of
 from commlib_tensorflow._host_calls import has_tangents, is_recorded, no_autograph
 from commlib_tensorflow._local_shards import places_of, reduce_local
 from commlib_tensorflow._shards import mark_gradient, mark_local, shard_of
-from commlib_tensorflow.clip import values_of
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.errors import as_tensorflows
 from commlib_tensorflow.gradients import GradientsByName, scale_gradient
@@ -122,7 +121,9 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         """Return reduced gradients: with their derivatives in forward mode, and refusing those of reverse mode."""
         if self._reducer.alone:
             return self._reducer(gradients, names, sources)
-        given = [values_of(gradient) for gradient in gradients if gradient is not None]
+        given = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients if one is not None]
+        if not is_recorded(*given):
+            return self._reducer(gradients, names, sources)
         if tf.executing_eagerly() and has_tangents(given):
             return self._reducer.reduce_with_tangents(gradients, names, sources)
         return _differentiate_once(gradients, self._reducer(gradients, names, sources))
