@@ -72,7 +72,8 @@ def no_autograph(function: FunctionT) -> FunctionT:
             raise same from same.__cause__
 
     # Tracebacks name the function.
-    guarded.__code__ = guarded.__code__.replace(co_name=function.__name__, co_qualname=function.__qualname__)
+    own: Any = guarded
+    own.__code__ = own.__code__.replace(co_name=function.__name__, co_qualname=function.__qualname__)
     return cast(FunctionT, tf.autograph.experimental.do_not_convert(guarded))
 
 

@@ -100,8 +100,8 @@ def _derive(body: type, base: type, name: str) -> type:
         super(derived, self).set_model(model)
 
     own = {"__doc__": body.__doc__, "__module__": module, "optimizers": optimizers, "set_model": set_model}
-    derived = type(name, (body, base), own)
-    return derived
+    derived: Any = type(name, (body, base), own)
+    return derived  # type: ignore[no-any-return]
 
 
 def _is_of_keras2(kind: type) -> bool:

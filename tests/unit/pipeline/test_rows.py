@@ -54,9 +54,9 @@ def test_mismatched_specifications_are_refused(where: Any, value: Any, text: str
 
 
 def test_invalid_options_are_refused() -> None:
-    for rows in (3, "x", [0]):
+    for given in (3, "x", [0]):
         with pytest.raises(UsageError, match=r"rows is .*, expected a dict with some of x, y and output"):
-            rows_option(rows)  # type: ignore[arg-type]
+            rows_option(given)  # type: ignore[arg-type]
     assert rows_option(None) == Rows()
     assert rows_option({"x": (0, "whole")}) == Rows(x=(0, "whole"))
     for rows, text in (
