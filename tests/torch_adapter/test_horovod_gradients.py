@@ -124,6 +124,16 @@ def test_reducescatter(comm: Any, op: Any, named: bool) -> None:
     check(x.grad, torch.full((5, 2), 3.0))
 
 
+@pytest.mark.ranks(min=2)
+def test_gradient_of_a_gradient_of_broadcast(comm: Any) -> None:
+    """Regression: only the root computed it, and waited for the other ranks."""
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad((hvd.broadcast(x, 0) ** 3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first.detach(), 3 * x.detach() ** 2 * (comm.rank == 0))
+    torch.testing.assert_close(second, 6 * x.detach() * (comm.rank == 0) / comm.size)
+
+
 def test_gradients_of_gradients(comm: Any) -> None:
     x = leaf(comm)
     (first,) = torch.autograd.grad(hvd.allreduce(x, op=hvd.Sum).square().sum() / 2, x, create_graph=True)

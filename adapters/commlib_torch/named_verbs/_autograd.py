@@ -83,7 +83,10 @@ def broadcast(tensor: Tensor, root: int, name: str | None, process_set: ProcessS
     def forward(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Backward]:
         def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
             means = allreduce(gradients, Reduction.of_gradients("broadcast", gradient_name(name), process_set))
-            return means if core.rank() == root else [torch.zeros_like(mean) for mean in means]
+            if core.rank() == root:
+                return means
+            # Connected with the reduction, whose gradient all ranks compute together.
+            return [mean.masked_fill(torch.ones((), dtype=torch.bool, device=mean.device), 0) for mean in means]
 
         copy = first(tensors).detach().clone()
         return [start_broadcast(copy, root, name, process_set, blocking=True).wait()], backward
