@@ -102,10 +102,10 @@ def test_generic_names_of_styles_are_not_at_top_level() -> None:
     "module, misspelled, near",
     [
         ("commlib_tensorflow", "allreducee", "allreduce"),
-        ("commlib_tensorflow.horovod", "Averge", "Average"),
+        ("commlib_tensorflow.horovod", "Averagee", "Average"),
         ("commlib_tensorflow.keras", "load_modl", "load_model"),
         ("commlib_tensorflow.keras.callbacks", "MetricAverage", "MetricAverageCallback"),
-        ("commlib_tensorflow.tensor", "paralelize", "parallelize"),
+        ("commlib_tensorflow.tensor", "parallelizee", "parallelize"),
     ],
 )
 def test_a_misspelled_name_gets_the_nearest_one(module: str, misspelled: str, near: str) -> None:

@@ -100,8 +100,8 @@ def test_generic_names_of_styles_are_not_at_top_level() -> None:
     "module, misspelled, near",
     [
         ("commlib_torch", "allreducee", "allreduce"),
-        ("commlib_torch.horovod", "Averge", "Average"),
-        ("commlib_torch.tensor", "paralelize", "parallelize"),
+        ("commlib_torch.horovod", "Averagee", "Average"),
+        ("commlib_torch.tensor", "parallelizee", "parallelize"),
     ],
 )
 def test_a_misspelled_name_gets_the_nearest_one(module: str, misspelled: str, near: str) -> None:
