@@ -14,9 +14,9 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from commlib.arguments import missing_attribute, nearest
 from commlib.errors import CommlibError, MismatchError, PeerError, ShutdownError, StallError, TransportError, UsageError
 from commlib.observing import mark_step, recorded, start_recording, statistics, stop_recording, timeline
-from commlib.suggestions import missing_attribute, nearest
 from commlib.world import init, is_initialized, shutdown, world
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from commlib.arguments import suggest
 from commlib.errors import UsageError
-from commlib.suggestions import suggest
 
 INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 FLOATS = ("float16", "bfloat16", "float32", "float64")

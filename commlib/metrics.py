@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from commlib.arguments import install
 from commlib.errors import UsageError
-from commlib.suggestions import install
 from commlib.world import world
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import typing as _typing
 
 from commlib import __version__
 from commlib import horovod as _core
+from commlib.arguments import missing_attribute as _missing_attribute
 from commlib.horovod import *
-from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib_tensorflow import elastic
 from commlib_tensorflow.broadcast import *
 from commlib_tensorflow.broadcast import __all__ as _broadcast_names

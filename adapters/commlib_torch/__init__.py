@@ -16,9 +16,9 @@ import typing as _typing
 
 from commlib import __version__
 from commlib import horovod as _horovod
+from commlib.arguments import missing_attribute as _missing_attribute
 from commlib.expert import Experts
 from commlib.horovod import *
-from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib.tensor_parallel import Column, Row, Vocabulary
 from commlib_torch import collectives as _collectives
 from commlib_torch import elastic, tensor

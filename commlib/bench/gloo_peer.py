@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from commlib.arguments import install
 from commlib.bench.cases import Case
 from commlib.bench.measure import Call
 from commlib.bench.mpi_peer import UnsupportedPeerError
-from commlib.suggestions import install
 
 _OPERATIONS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from commlib.arguments import suggest
 from commlib.bench.verbs import VERBS, BenchVerb
 from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import UsageError
-from commlib.suggestions import suggest
 
 PEERS = ("mpi", "pieces", "gloo", "nccl", "ordinary")
 DEVICES = ("host", "cuda")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from commlib.arguments import install
 from commlib.bench.rows import OURS, BenchRow
-from commlib.suggestions import install
 
 MISSING = f"no picture: matplotlib is not installed ({install('plot')})"
 _MARKS = {OURS: ("-", "o"), "mpi": ("--", "s"), "pieces": ("-.", "^"), "gloo": (":", "D")}

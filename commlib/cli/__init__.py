@@ -6,10 +6,10 @@ import sys
 from typing import Any
 
 from commlib import is_initialized
+from commlib.arguments import install
 from commlib.errors import CommlibError, UsageError
 from commlib.launch import mpi_start
 from commlib.process import exits
-from commlib.suggestions import install
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from commlib.suggestions import install, suggest
+from commlib.arguments import install, suggest
 
 
 def bench_report(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from commlib.arguments import suggest
 from commlib.console.text import bytes_text, columns, digits, seconds_text
 from commlib.console.width import wrap
 from commlib.cost.flat import predict_flat
@@ -14,7 +15,6 @@ from commlib.cost.model import DEFAULT, Machine
 from commlib.cost.table import Table
 from commlib.errors import UsageError
 from commlib.schedule import LinkCost, algorithms
-from commlib.suggestions import suggest
 
 MOST_RANKS = 16384
 SIZES = tuple(4096 << 4 * power for power in range(6))  # 4 KiB to 4 GiB

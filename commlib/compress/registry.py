@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+from commlib.arguments import suggest
 from commlib.compress.auto import AUTO_OF, Auto
 from commlib.compress.codec import Codec
 from commlib.compress.codecs.cast import Cast, Float8
@@ -22,7 +23,6 @@ from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.compress.schemes.dgc import DGC
 from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.errors import UsageError
-from commlib.suggestions import suggest
 
 CODECS: Mapping[str, Callable[..., Codec]] = {
     "fp16": partial(Cast, "float16"),

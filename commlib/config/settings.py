@@ -12,8 +12,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from commlib.arguments import nearest, suggest
 from commlib.errors import MismatchError, UsageError
-from commlib.suggestions import nearest, suggest
 
 # Environment variables of other libraries that must have the same text on all ranks.
 ALSO_COMPARED: tuple[str, ...] = ()

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any, TypeVar
 
+from commlib.arguments import suggest
 from commlib.cost.model import DEFAULT, Machine
 from commlib.errors import UsageError
 from commlib.schedule import LinkCost, algorithms
-from commlib.suggestions import suggest
 
 BEYOND_SCHEDULES = ("node", "native", "nccl", "hierarchical", "host")
 """Names of algorithms without a schedule, and of paths for device arrays."""

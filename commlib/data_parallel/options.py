@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from commlib.arguments import read_flag
+from commlib.arguments import read_flag, suggest
 from commlib.compress import AllToAll, Scheme, codec_of
 from commlib.compress.casts import narrow_dtype
 from commlib.compress.choice import CompressionChoice, choose
@@ -15,7 +15,6 @@ from commlib.devices.arrays import device_named
 from commlib.devices.protocol import Device
 from commlib.dtypes import FLOATS, NUMPY
 from commlib.errors import UsageError
-from commlib.suggestions import suggest
 
 REDUCTIONS = ("mean", "sum")
 _FLAGS = {"within_node": "compress_within_node", "sparse_as_dense": "sparse_as_dense", "shard": "shard"}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, Literal, get_args
 
+from commlib.arguments import suggest
 from commlib.errors import UsageError
-from commlib.suggestions import suggest
 
 _ROUNDING = 1e-12  # 10 tokens times 1.1 are 11
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from commlib.arguments import nearest
 from commlib.autodiff import HOROVOD, find_rule
 from commlib.errors import UsageError
 from commlib.horovod.process_sets import ProcessSet, process_set_of
-from commlib.suggestions import nearest
 
 
 class ReduceOp(enum.IntEnum):

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from commlib.arguments import install
 from commlib.errors import TransportError
 from commlib.launch.launcher_match import check_before_start, library_name, mapped_libraries
 from commlib.launch.launchers import find_launcher
-from commlib.suggestions import install
 
 # Seconds that Open MPI waits before any abort, requested or because another rank has exited. Meanwhile the first abort
 # ends the other ranks. If several hosts abort at once, the launcher can wait forever, with no rank left.

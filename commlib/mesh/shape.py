@@ -8,10 +8,10 @@ from itertools import combinations, product
 from math import prod
 from typing import Any
 
+from commlib.arguments import suggest
 from commlib.errors import UsageError
 from commlib.mesh.picture import draw
 from commlib.mesh.sizes import INFERRED, Axis, Sizes, make_axes, text_of
-from commlib.suggestions import suggest
 from commlib.topology import Topology
 
 Factors = Mapping[str | tuple[str, ...], Mapping[str, int] | Sequence[str]]

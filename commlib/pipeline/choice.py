@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from commlib.arguments import suggest
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
 from commlib.literals import BatchNormMode
@@ -13,7 +14,6 @@ from commlib.pipeline.pipe import AnySchedule, resolve
 from commlib.pipeline.schedule import Schedule
 from commlib.pipeline.schedule.auto import LayerCosts, choose
 from commlib.pipeline.schedule.balance import balance
-from commlib.suggestions import suggest
 
 BATCH_NORMS: tuple[str, ...] = get_args(BatchNormMode)
 """The basis of the statistics that batch norm keeps for inference."""

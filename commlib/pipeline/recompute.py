@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, get_args
 
+from commlib.arguments import suggest
 from commlib.errors import UsageError
 from commlib.literals import CheckpointMode
-from commlib.suggestions import suggest
 
 CHECKPOINTS: tuple[str, ...] = get_args(CheckpointMode)
 

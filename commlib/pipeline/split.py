@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from commlib.arguments import suggest
 from commlib.errors import UsageError
 from commlib.pipeline.schedule.balance import balance
-from commlib.suggestions import suggest
 
 
 def even_counts(sizes: Sequence[float], stages: int) -> tuple[int, ...]:

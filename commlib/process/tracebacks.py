@@ -12,9 +12,9 @@ from traceback import FrameSummary, StackSummary, TracebackException
 from types import TracebackType
 from typing import Any
 
+from commlib.arguments import nearest
 from commlib.errors import CommlibError
 from commlib.process.sources import is_ours, is_users, is_wrapper
-from commlib.suggestions import nearest
 
 _FRAME = re.compile(r'( *)File "([^"]*)", line \d+, in (\S+)')
 _NESTED = re.compile(r"\n*Traceback \(most recent call last\):\n(.*?)(?=\n\t \[\[|\Z)", re.DOTALL)

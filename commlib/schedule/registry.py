@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from commlib.arguments import suggest
 from commlib.errors import UsageError
 from commlib.schedule.ir import Program, Round
-from commlib.suggestions import suggest
 
 Generate = Callable[..., Iterator[Round]]
 Regions = Callable[[int, int], tuple[int, ...]]

@@ -18,9 +18,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from commlib.arguments import nearest
 from commlib.errors import UsageError
 from commlib.slurm.job import Job, option_name
-from commlib.suggestions import nearest
 
 # The expected value, by the annotation of its field: its type, the type of its items, and a description.
 _KINDS: dict[str, tuple[type, type, str]] = {

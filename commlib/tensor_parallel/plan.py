@@ -7,9 +7,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from commlib.arguments import describe_type
+from commlib.arguments import describe_type, nearest
 from commlib.errors import UsageError
-from commlib.suggestions import nearest
 from commlib.tensor_parallel.styles import Column, PerRank, Replicate, Row, Slice, Style, Vocabulary
 from commlib.tensor_parallel.styles import Sequence as SequenceStyle
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from commlib.suggestions import suggest
+from commlib.arguments import suggest
 from commlib.tensor_verbs.call import Startable
 from commlib.tensor_verbs.tensor_work import TensorWork
 

@@ -70,7 +70,6 @@ PURE = (
     "commlib.slurm.states",
     "commlib.cost.records",
     "commlib.arguments",
-    "commlib.suggestions",
     "commlib.folders",  # checks folders, reads and writes files, and is otherwise pure
     "commlib.cost.table",  # likewise
     "commlib.cost.chooser",
@@ -84,7 +83,7 @@ IMPURE_STANDARD_LIBRARY = {
 LAYERS = (
     ("commlib.errors", "commlib.config", "commlib.folders", "commlib.process.forks",
      "commlib.launch.launchers", "commlib.launch.library_name", "commlib.node.signature", "commlib.protocols",
-     "commlib.dtypes", "commlib.literals", "commlib.topology", "commlib.suggestions", "commlib.arguments"),
+     "commlib.dtypes", "commlib.literals", "commlib.topology", "commlib.arguments"),
     ("commlib.snapshot",),
     ("commlib.mesh",),
     ("commlib.schedule",),

@@ -13,8 +13,8 @@ import typing as _typing
 
 from commlib import __version__
 from commlib import horovod as _horovod
+from commlib.arguments import missing_attribute as _missing_attribute
 from commlib.horovod import *
-from commlib.suggestions import missing_attribute as _missing_attribute
 from commlib_tensorflow.broadcast import allgather_object, broadcast_object, broadcast_variables
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.keras import _values, callbacks, elastic

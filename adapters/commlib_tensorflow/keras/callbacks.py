@@ -11,7 +11,7 @@ import typing as _typing
 
 import tensorflow as tf
 
-from commlib.suggestions import missing_attribute as _missing_attribute
+from commlib.arguments import missing_attribute as _missing_attribute
 from commlib_tensorflow.keras._callbacks import of
 
 _classes = of(tf.keras)

@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from commlib.suggestions import missing_attribute as _missing_attribute
+from commlib.arguments import missing_attribute as _missing_attribute
 from commlib.tensor_parallel import Column, PerRank, Plan, Replicate, Row, Sequence, Vocabulary
 from commlib_tensorflow.tensor import context, streams
 from commlib_tensorflow.tensor.blocks import ParallelAttention, ParallelMLP

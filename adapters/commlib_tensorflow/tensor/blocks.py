@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from commlib.arguments import suggest
 from commlib.comparison.agreement import LayerAgreement
 from commlib.errors import UsageError
 from commlib.schedule.layout import even
 from commlib.sharding.axis import AxisRanks
-from commlib.suggestions import suggest
 from commlib.tensor_parallel.heads import check_attention
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_tensorflow.tensor._file_layers import refuse_configuration

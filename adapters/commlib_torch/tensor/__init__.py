@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from commlib.suggestions import missing_attribute as _missing_attribute
+from commlib.arguments import missing_attribute as _missing_attribute
 from commlib.tensor_parallel import Column, PerRank, Plan, Replicate, Row, Sequence, Slice, Vocabulary
 from commlib_torch._shards import shard_of
 from commlib_torch.tensor import context, streams

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from commlib.arguments import suggest
 from commlib.errors import UsageError
 from commlib.sharding.axis import AxisRanks, axis_of
-from commlib.suggestions import suggest
 from commlib.tensor_parallel.styles import Column, Row
 from commlib_torch._trial_run import preserve_model
 from commlib_torch.tensor._sharding import compare_at_first_use

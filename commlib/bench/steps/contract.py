@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from commlib.arguments import suggest
 from commlib.bench.options import BenchOptionsError
-from commlib.suggestions import suggest
 
 KINDS = ("dp", "tp", "pp", "moe")
 FRAMEWORKS = ("torch", "tensorflow")

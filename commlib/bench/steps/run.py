@@ -15,6 +15,7 @@ from typing import Any
 from mpi4py import MPI
 
 import commlib
+from commlib.arguments import install
 from commlib.bench import gloo_peer
 from commlib.bench.load import busy_text
 from commlib.bench.measure import burst_of, rounds
@@ -25,7 +26,6 @@ from commlib.bench.sweep import environment
 from commlib.bench.sweep.results import FORMAT, Line, ResultsWriter
 from commlib.bench.table import console
 from commlib.console.text import seconds_text
-from commlib.suggestions import install
 
 TOLERANCE = 1e-3  # of a loss: sums have a different order, and one step has changed the weights
 _ALONE, _OURS, _PEER = "alone", "commlib", "peer"

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from commlib.arguments import suggest
 from commlib.bench.options import DEVICES, ONLY_ON, PEERS, BenchOptionsError, parse_size
 from commlib.bench.verbs import VERBS, BenchVerb
 from commlib.dtypes import DTYPES, NUMPY
 from commlib.schedule import registry
-from commlib.suggestions import suggest
 
 ALL = 0  # all nodes of the job, or all ranks of a node
 EVERY = "every"  # each algorithm of a verb, and "auto"

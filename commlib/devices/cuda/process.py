@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from commlib.arguments import install
 from commlib.devices.cuda import foreign_arrays
 from commlib.devices.cuda.device import CudaDevice
 from commlib.errors import UsageError
-from commlib.suggestions import install
 
 
 class _Process:

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from commlib.arguments import whole_numbers
+from commlib.arguments import suggest, whole_numbers
 from commlib.errors import UsageError
 from commlib.pipeline.schedule.ir import Action, Kind, Schedule, Weights
-from commlib.suggestions import suggest
 
 Generate = Callable[..., Iterator[Action]]
 Placing = Callable[[int, int], tuple[int, ...]]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import commlib
+from commlib.arguments import missing_attribute, nearest, suggest
 from commlib.bench.options import BenchOptions, check
 from commlib.compress.registry import codec_of, scheme_of
 from commlib.config.settings import load
@@ -18,7 +19,6 @@ from commlib.mesh.shape import MeshShape
 from commlib.pipeline.choice import check_batch_norm
 from commlib.pipeline.schedule import registry as pipeline_schedules
 from commlib.schedule import registry as schedules
-from commlib.suggestions import missing_attribute, nearest, suggest
 from commlib.tensor_parallel import Column, Row
 from commlib.tensor_parallel.plan import resolve
 
