@@ -330,7 +330,9 @@ else:
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse_unmanaged(optimizer)
-    check_momentum(optimizer, optimizer.param_groups, optimizer.reducer.options.compression)
+    options = optimizer.reducer.options
+    if options.scheme is not None:
+        check_momentum(optimizer, optimizer.param_groups, options.compression)
     if optimizer._skip:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
