@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -29,6 +28,8 @@ _last: ExitCall | None = None  # of the main thread
 
 def watch(world: Callable[[], Any]) -> None:
     """Note each later call of `sys.exit`. world: returns the communicator of all ranks, or None."""
+    import threading  # which `import commlib` does without
+
     plain = sys.exit
 
     @wraps(plain)
