@@ -345,7 +345,7 @@ def test_invalid_options_are_refused(comm: Any) -> None:
     refuse("must be .name, parameter. pairs", parameters)
     refuse("op must be one of mean, sum, adasum", op=hvd.Max)
     refuse("needs op=Average", op=hvd.Sum, gradient_predivide_factor=2.0)
-    refuse("must be positive", gradient_predivide_factor=0.0)
+    refuse("must be a positive number", gradient_predivide_factor=0.0)
     refuse("Adasum takes neither", op=hvd.Adasum, gradient_predivide_factor=2.0)
     refuse("non-negative number or a list", groups=-1)
     refuse("non-negative number or a list", groups="all")

@@ -248,7 +248,7 @@ def test_bad_arguments(comm: Any) -> None:
             wrap(overlap="x", op=op)
         with pytest.raises(UsageError, match="sparse_as_dense is 'yes', expected True or False"):
             wrap(sparse_as_dense="yes", op=op)
-    with pytest.raises(UsageError, match=r"op must be one of mean, sum, got 'maen'; did you mean 'mean'\?"):
+    with pytest.raises(UsageError, match=r"op must be one of mean, sum, adasum, got 'maen'; did you mean 'mean'\?"):
         wrap(op="maen")
     with pytest.raises(UsageError, match="compress_within_node is 'no', expected True or False"):
         DataParallel(network, compress_within_node=cast("Any", "no"))
