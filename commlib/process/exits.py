@@ -167,7 +167,7 @@ def _at_exit(world: Callable[[], Any], leave: Callable[[], str], find_board: Cal
         board.keep_exit(comm.rank, left.code, left.text)
     unfinished = leave()
     if unfinished and comm.size > 1:
-        reason = f"left the program with {unfinished}" if left is None else f"{left.text}, with {unfinished}"
+        reason = f"left the program with {unfinished}" + ("" if left is None else f": it {left.text}")
         code = 1 if left is None else left.code
         _report_and_abort(MPI, comm, reason, "", reason, None if all_report else board, code=code)
     mpi_start.finalize()
