@@ -1,6 +1,5 @@
 """Names of `commlib_torch`: the module exports all earlier names, and none by accident."""
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 import commlib.horovod
 import commlib_torch as hvd
 import commlib_torch.horovod
+from tests.bodies.misspelled_names import check_misspelled
 
 HOROVOD = {
     "Adasum", "Average", "HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt",
@@ -105,9 +105,4 @@ def test_generic_names_of_styles_are_not_at_top_level() -> None:
     ],
 )
 def test_a_misspelled_name_gets_the_nearest_one(module: str, misspelled: str, near: str) -> None:
-    found = import_module(module)
-    with pytest.raises(AttributeError, match=f"'{module}' has no attribute '{misspelled}'; did you mean '{near}'"):
-        getattr(found, misspelled)
-    assert not hasattr(found, misspelled)
-    with pytest.raises(ImportError, match=misspelled):
-        exec(f"from {module} import {misspelled}")
+    check_misspelled(module, misspelled, near)

@@ -116,7 +116,7 @@ def layers(*middle: nn.Module) -> nn.Sequential:
 def test_a_layer_that_mixes_rows(comm: Any, make: Any, names: str) -> None:
     """Regression: it silently saw a microbatch instead of the batch."""
     x = inputs(8).to(next(make().parameters()).dtype)
-    loss = lambda output, target: mean_square(output[:, :1], target[:, :1])  # noqa: E731  # noqa: E731  # of any width
+    loss = lambda output, target: mean_square(output[:, :1], target[:, :1])  # noqa: E731  # of any width
     for way in ("step", "evaluate", "predict") if names == "stage" else ("step",):
         pipe = pipeline(make(), comm, microbatches=4, loss=loss)
         for _ in range(2):
