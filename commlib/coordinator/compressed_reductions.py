@@ -17,7 +17,7 @@ from commlib.compress.scheme import BucketPart
 from commlib.coordinator.op_request import OpRequest
 from commlib.coordinator.scaling import scale
 from commlib.dtypes import Array
-from commlib.kernels.host.pack import pack, unpack
+from commlib.kernels.packing import pack, unpack
 from commlib.observe.journal import journal_of
 
 VERB = "compressed_allreduce"

@@ -19,7 +19,7 @@ from commlib.coordinator.op_request import OpRequest
 from commlib.coordinator.records import ACTIVITIES
 from commlib.coordinator.scaling import neutral_element, scale
 from commlib.dtypes import INTEGERS, NUMPY, Array
-from commlib.kernels.host.pack import pack, unpack
+from commlib.kernels.packing import pack, unpack
 from commlib.literals import Op
 from commlib.observe.journal import journal_of
 from commlib.observe.recorder import Record

@@ -26,7 +26,7 @@ from commlib.data_parallel.memory import BucketMemory
 from commlib.data_parallel.report import Statistics, all_reduce_bytes
 from commlib.data_parallel.traces import Traces
 from commlib.dtypes import Array
-from commlib.kernels.host.stream import stream_copy
+from commlib.kernels.machine_code import entry_point
 from commlib.literals import Op
 
 # Above this size, gradients do not stay in a core's caches until they are reduced: the model needs the caches too.
@@ -105,7 +105,7 @@ class BucketReducer:
         self._pending: list[PendingReduction] = []
         self._fetching: list[PendingReduction | None] = []
         nbytes = sum(bucket.nbytes for bucket in self.buckets)
-        self._copy = stream_copy if nbytes > CACHED_BYTES else ctypes.memmove
+        self._copy = entry_point("stream.stream_copy", 3) if nbytes > CACHED_BYTES else ctypes.memmove
 
     @property
     def in_flight(self) -> bool:

@@ -19,8 +19,10 @@ from commlib.dtypes import NUMPY, Array, accumulator_dtype
 from commlib.execution.reduce_function import Combination, ReduceFunction
 from commlib.execution.rounds import MessageRound, Rounds
 from commlib.execution.streaming import Posted
-from commlib.kernels.host.node import all_equal, arrays_are_where_expected, copy_from_array, copy_to_array, entry_point
-from commlib.kernels.host.reduce import reduce_as_written
+from commlib.kernels.fields.node import (
+    arrays_are_where_expected,
+)
+from commlib.kernels.machine_code import entry_point
 from commlib.schedule.ir import Program, Span
 from commlib.schedule.layout import even
 from commlib.transport.base import Transport, WaitHook
@@ -28,8 +30,8 @@ from commlib.transport.base import Transport, WaitHook
 # Bytes. For larger arrays Python's overhead is no longer dominant.
 PERSISTENT_BYTES = 16 << 10
 
-_combine, _are_equal = entry_point(reduce_as_written), entry_point(all_equal)
-_copy_from_array, _copy_to_array = entry_point(copy_from_array, 3), entry_point(copy_to_array, 3)
+_combine, _are_equal = entry_point("reduce.reduce_as_written"), entry_point("node.all_equal")
+_copy_from_array, _copy_to_array = entry_point("node.copy_from_array", 3), entry_point("node.copy_to_array", 3)
 _ARRAYS_ARE_WHERE_EXPECTED = arrays_are_where_expected()
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.devices.array import DeviceArray
 from commlib.dtypes import HALVES, WORKING, Array, kernel_operation, name_of
-from commlib.kernels.host.exact_mean import join_halves, split_halves
-from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.machine_code import entry_point
+from commlib.kernels.reductions import reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class ReduceFunction:
     @property
     def address(self) -> int:
         """The address of the compiled function, which is compiled on first use."""
-        return int(reduce_function(self.dtype, self.operation).address)
+        return reduction(self.dtype, self.operation).address
 
     def combine(self, operands: Sequence[Any], target: Any) -> None:
         """Set target = operands[0] (operation) operands[1] ... Contiguous 1-D arrays; target may be an operand."""
         if type(target) is DeviceArray:
             target.device.kernels.reduce(self.dtype, self.operation, self.divisor, operands, target)
             return
-        reduce = reduce_function(self.dtype, self.operation).ctypes
+        reduce = reduction(self.dtype, self.operation).call
         inputs = np.array([address_of(operand) for operand in operands], np.int64)
         output = np.array([address_of(target)], np.int64)
         reduce(address_of(inputs), len(inputs), address_of(output), 1, 0, len(target), self.divisor)
@@ -70,10 +70,12 @@ class Combination:
 def split_in_halves(x: Array) -> Array:
     """Convert contiguous 64-bit integers to halves, 1-D: see `kernels.host.exact_mean`."""
     halves = np.empty(x.size, WORKING[HALVES])
-    split_halves(address_of(x), address_of(halves), x.size, x.dtype.kind == "i")
+    entry_point("exact_mean.split_halves", 4)(address_of(x), address_of(halves), x.size, x.dtype.kind == "i")
     return halves
 
 
 def mean_of_halves(halves: Array, target: Array, size: int) -> None:
     """Write sums of halves, divided by `size` and truncated toward zero, as 64-bit integers."""
-    join_halves(address_of(halves), address_of(target), len(halves), size, target.dtype.kind == "i")
+    entry_point("exact_mean.join_halves", 5)(
+        address_of(halves), address_of(target), len(halves), size, target.dtype.kind == "i"
+    )

@@ -10,12 +10,12 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import TransportError
-from commlib.kernels.host import rounds as kernels
-from commlib.kernels.host.node import entry_point
+from commlib.kernels.fields import rounds as kernels
+from commlib.kernels.machine_code import entry_point
 from commlib.transport.base import MessageFunctions, PersistentRound, WaitHook
 from commlib.transport.polling import EAGER, poll
 
-_play = entry_point(kernels.play, 3)
+_play = entry_point("rounds.play", 3)
 
 _YIELDS = 200  # the number of core yields before a call returns to Python to check on the other ranks
 

@@ -8,7 +8,10 @@ from commlib.group.call_check import mismatch
 from commlib.group.call_sequence import CallSequence
 from commlib.group.group_status import GroupStatus
 from commlib.group.waiting import WaitWatcher
-from commlib.kernels.host.node import BROKEN, MISMATCH
+from commlib.kernels.fields.node import (
+    BROKEN,
+    MISMATCH,
+)
 from commlib.node.board import Kernel, KernelCall
 from commlib.runtime.progress import Progress
 

@@ -16,10 +16,10 @@ from typing import Any
 from numba import types
 
 from commlib.dtypes import BITWISE, COMPLEX, DTYPES, FLOATS, HALVES, INTEGERS, OPERATIONS, kernel_operation
-from commlib.kernels import host
+from commlib.kernels import host, machine_code
+from commlib.kernels.cache import folder as folder
 from commlib.kernels.host import norm, rows
-from commlib.kernels.host.cache import folder as folder
-from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.reductions import reduction_name
 
 _NUMBERS = {"int": types.int64, "bool": types.boolean, "float": types.float64}
 
@@ -28,6 +28,20 @@ _F, _U, _I, _L, _D, _B = (
     kind[::1] for kind in (types.float32, types.uint32, types.int32, types.int64, types.float64, types.boolean)
 )
 _F2, _I2, _L2, _D2 = (kind[:, ::1] for kind in (types.float32, types.int32, types.int64, types.float64))
+
+ENTRY_POINTS = (
+    "builtins.call", "call_routes.begin", "call_routes.begin_on_arrays", "call_routes.run", "call_routes.run_on_arrays",
+    "channel.free_slot", "channel.has_arrived", "channel.let_go", "channel.put", "channel.put_reserved",
+    "channel.release", "channel.release_slot", "channel.reserve", "channel.take", "exact_mean.join_halves",
+    "exact_mean.split_halves", "network_channel.free_slot", "network_channel.put", "network_channel.release",
+    "network_channel.take", "network_channel.take_turn", "node.all_equal", "node.barrier", "node.copy_from_array",
+    "node.copy_to_array", "pack.copy_all", "reduce.reduce_as_written", "ring_posts.forget", "ring_posts.move_posts",
+    "ring_posts.post", "ring_posts.read_field", "ring_posts.withdraw", "ring_put.announce", "ring_put.put",
+    "ring_put.put_bytes", "ring_take.look", "ring_take.take", "ring_unexpected.move_unexpected",
+    "ring_unexpected.unexpected_units", "rounds.play", "shm_ring.follow_ring", "shm_ring.halt", "shm_ring.has_moved",
+    "stream.stream_copy", "uneven_exchange.run", "uneven_exchange.run_on_arrays",
+)  # fmt: skip
+"""The kernels that Python calls as machine code."""
 
 # By module and name. Kernels that only other kernels call are compiled with their callers.
 ARRAYS: dict[str, tuple[tuple[Any, ...], ...]] = {
@@ -90,7 +104,11 @@ def tasks(*, rare: bool = True) -> Iterator[CompileTask]:
             yield CompileTask(f"reduce {dtype} {operation}", partial(_reduction, dtype, operation))
     if rare:
         yield CompileTask(f"reduce {HALVES} sum", partial(_reduction, HALVES, "sum"))
+    yield from (CompileTask(name, partial(_machine_code, name)) for name in ENTRY_POINTS)
+    only_machine_code = {name.partition(".")[0] for name in ENTRY_POINTS}
     for name, dispatcher in dispatchers():
+        if name.partition(".")[0] in only_machine_code:
+            continue
         for number, signature in enumerate(ARRAYS.get(name, _number_signatures(dispatcher))):
             yield CompileTask(f"{name} {number}" if number else name, partial(_kernel, dispatcher, signature))
     for kind in FLOATS:
@@ -123,8 +141,12 @@ def _kernel(dispatcher: Any, signature: tuple[Any, ...]) -> str:
 
 
 def _reduction(dtype: str, operation: str) -> str:
-    compiled = reduce_function(dtype, operation)
-    return str(compiled._cache._name(compiled._sig, compiled._targetdescr.target_context.codegen()))
+    return _machine_code(reduction_name(dtype, operation))
+
+
+def _machine_code(name: str) -> str:
+    machine_code.address(name)
+    return machine_code.file_name(name)
 
 
 def _number_signatures(dispatcher: Any) -> tuple[tuple[Any, ...], ...]:

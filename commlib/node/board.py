@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from commlib.buffers.peer_reading import Probe, can_read
-from commlib.kernels.host import node as kernels
-from commlib.kernels.host.uneven_exchange import note_bytes
+from commlib.kernels.fields import node as kernels
+from commlib.kernels.fields.uneven_exchange import note_bytes
+from commlib.kernels.machine_code import entry_point
 from commlib.transport.base import Gather, Transport, WaitHook
 from commlib.transport.naps import kernel_naps
 
@@ -89,7 +90,7 @@ class NodeBoard:
         self._control[kernels.BOARD] = bases[0]
         self._control[kernels.SLOTS] = self._slots.ctypes.data
         self._control[kernels.SLOT_BYTES] = slot_bytes
-        self._barrier = kernels.entry_point(kernels.barrier)
+        self._barrier = entry_point("node.barrier")
         self._sync_call = self.new_call()[np.newaxis]
         self._sync_address = self._sync_call.ctypes.data
         self._probe = Probe()

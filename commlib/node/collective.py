@@ -16,8 +16,9 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.execution.reduce_function import ReduceFunction
-from commlib.kernels.host import call_routes
-from commlib.kernels.host import node as kernels
+from commlib.kernels.fields import call_routes
+from commlib.kernels.fields import node as kernels
+from commlib.kernels.machine_code import entry_point
 from commlib.node.context import NodeContext
 from commlib.node.signature import signature
 from commlib.runtime.compiled_call import CompiledCall, Plan
@@ -29,8 +30,8 @@ SMALL_BYTES = 4096
 # On the progress thread a wait must yield the core to the training thread.
 _BACKGROUND_SPINS, _BACKGROUND_YIELDS = 50, 20
 
-_run, _run_on_arrays = kernels.entry_point(call_routes.run), kernels.entry_point(call_routes.run_on_arrays, 3)
-_begin, _begin_on_arrays = kernels.entry_point(call_routes.begin), kernels.entry_point(call_routes.begin_on_arrays, 3)
+_run, _run_on_arrays = entry_point("call_routes.run"), entry_point("call_routes.run_on_arrays", 3)
+_begin, _begin_on_arrays = entry_point("call_routes.begin"), entry_point("call_routes.begin_on_arrays", 3)
 _SOURCE, _TARGET = kernels.SOURCE, kernels.TARGET
 # The fields that a running call changes.
 _RUNNING = [

@@ -11,13 +11,14 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, MismatchError, TransportError, UsageError
-from commlib.kernels.host import node, uneven_exchange
+from commlib.kernels.fields import node, uneven_exchange
+from commlib.kernels.machine_code import entry_point
 from commlib.node.collective import ARRAYS_ARE_WHERE_EXPECTED, yield_core
 from commlib.node.context import NodeContext
 from commlib.node.signature import signature
 from commlib.runtime.compiled_call import CompiledCall, Plan
 
-_run, _run_on_arrays = node.entry_point(uneven_exchange.run), node.entry_point(uneven_exchange.run_on_arrays, 3)
+_run, _run_on_arrays = entry_point("uneven_exchange.run"), entry_point("uneven_exchange.run_on_arrays", 3)
 
 SPLITS = uneven_exchange.SPLITS
 """The index in a call's parts of the rows sent to each rank, followed by the rows received from each."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commlib.kernels.host import cache
+from commlib.kernels import cache
 from tests.launch.conftest import MpiRun
 
 pytestmark = pytest.mark.any_mpi
@@ -32,7 +32,7 @@ KILLED = (
     """
 import os, signal
 import commlib
-from commlib.kernels.host import cache
+from commlib.kernels import cache
 
 write = cache.write
 def die(name, data):  # while it holds the kernel's lock, and the others wait for it

@@ -9,7 +9,9 @@ import pytest
 
 from commlib.dtypes import DTYPES, numpy_dtype
 from commlib.errors import UsageError
-from commlib.kernels.host.node import TILE_BYTES
+from commlib.kernels.host.node import (
+    TILE_BYTES,
+)
 from tests.bodies import checks
 from tests.oracles.oracle import assert_same, combined
 from tests.oracles.reducible import pairs

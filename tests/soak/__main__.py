@@ -17,7 +17,7 @@ from mpi4py import MPI
 import commlib
 from commlib import Communicator
 from commlib.dtypes import kernel_operation
-from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.reductions import reduction
 from tests.bodies import checks
 from tests.oracles.oracle import REDUCIBLE
 from tests.soak.calls import Seat
@@ -151,7 +151,7 @@ def compile_everything(comm: Communicator) -> None:
     """Load every kernel, so that none is loaded while memory is watched. One rank compiles those not yet cached."""
     if comm.rank == 0:
         for dtype, op in REDUCIBLE:
-            reduce_function(dtype, kernel_operation(dtype, op))
+            reduction(dtype, kernel_operation(dtype, op))
     comm.barrier()
     for dtype, op in REDUCIBLE:
         for count in (3, 5000):

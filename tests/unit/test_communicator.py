@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from commlib.config.settings import Config
 from commlib.dtypes import DTYPES, NUMPY, kernel_operation
 from commlib.errors import ShutdownError, UsageError
-from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.reductions import reduction
 from commlib.schedule import algorithms
 from tests.bodies import checks
 from tests.bodies.loopback import run
@@ -36,7 +36,7 @@ def each(verb: str) -> pytest.MarkDecorator:
 def compiled():
     """Compile all reductions here: on a fresh machine it takes longer than ranks are given to end."""
     for dtype, op in REDUCIBLE:
-        reduce_function(dtype, kernel_operation(dtype, op))
+        reduction(dtype, kernel_operation(dtype, op))
 
 
 def spread(nodes: list[int], function: Any) -> None:

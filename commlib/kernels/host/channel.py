@@ -16,43 +16,43 @@ from typing import Any
 
 import numba as nb
 
+from commlib.kernels.fields import arrays as arrays_fields
+from commlib.kernels.fields.channel import (
+    BACK_AT,
+    BUSY,
+    COUNT,
+    DATA,
+    DEPTH,
+    DESCR,
+    DONE,
+    END_FIELDS,
+    HALTED,
+    HEAD_BYTES,
+    HEADS,
+    HELD,
+    NAP_MICROSECONDS,
+    NAPS,
+    NBYTES,
+    NDIM,
+    NUMBER_AT,
+    OTHER,
+    SHAPE,
+    SLOT,
+    SPEC,
+    SPEC_AT,
+    SPINS,
+    STOPPED,
+    STREAMED,
+    STRIDE,
+    WAITING,
+    YIELDS,
+)
 from commlib.kernels.host import arrays
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.arrays import table as _table
 from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.stream import stream_copy
 from commlib.kernels.host.waiting import LONG_WAIT, pause
-
-# Status codes. `take` returns the slot, which is not negative, if it has taken a message.
-DONE, WAITING, STOPPED, OTHER, HELD = 0, -1, -2, -3, -4
-
-# The header of a slot: the sender's line, the receiver's line, and the sender's message description, which is written
-# only when it changes. CPUs prefetch lines of 64 bytes in pairs. Small messages are stored in the sender's line.
-NUMBER_AT, SPEC_AT, INLINE_AT, BACK_AT, RECORD_AT, HEAD_BYTES = 0, 8, 16, 128, 256, 2560
-INLINE_BYTES, RECORD_BYTES = BACK_AT - INLINE_AT, HEAD_BYTES - RECORD_AT
-
-# Fields of an end.
-(
-    HEADS,  # address of the first slot's header
-    DEPTH,
-    COUNT,  # number of messages that this end has put, or taken
-    SLOT,  # slot of the next message
-    DATA,  # address of the first slot's data, and distance in bytes between the data of slots
-    STRIDE,
-    NBYTES,  # of a message
-    SPEC,  # number of shape changes; 0 before the handshake
-    DESCR,  # for the arrays that `put` accepts: the `id` of their dtype, and their dimensions
-    NDIM,
-    SHAPE,  # address of a table
-    BUSY,
-    HALTED,  # no message moves, or Python must check first
-    SPINS,  # polls before the first yield
-    YIELDS,  # yields before the first nap
-    NAPS,  # naps before WAITING is returned
-    NAP_MICROSECONDS,
-    STREAMED,  # messages of at least this many bytes bypass the caches
-    END_FIELDS,
-) = range(19)
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -81,12 +81,15 @@ def _await(end: Any, flag: int, number: int) -> bool:
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def is_as_agreed(end: Any, array: int) -> Any:
     """Return whether a numpy array, given by its `id`, has the agreed dtype and shape, and is contiguous."""
-    plain = arrays.C_CONTIGUOUS | arrays.ALIGNED
-    if ins.load_acquire(array + arrays.DESCR) != end[DESCR] or arrays.int32(array + arrays.FLAGS) & plain != plain:
+    plain = arrays_fields.C_CONTIGUOUS | arrays_fields.ALIGNED
+    if (
+        ins.load_acquire(array + arrays_fields.DESCR) != end[DESCR]
+        or arrays.int32(array + arrays_fields.FLAGS) & plain != plain
+    ):
         return False
-    if arrays.int32(array + arrays.NDIM) != end[NDIM]:
+    if arrays.int32(array + arrays_fields.NDIM) != end[NDIM]:
         return False
-    ours, theirs = _table(end[SHAPE], end[NDIM]), _table(ins.load_acquire(array + arrays.SHAPE), end[NDIM])
+    ours, theirs = _table(end[SHAPE], end[NDIM]), _table(ins.load_acquire(array + arrays_fields.SHAPE), end[NDIM])
     for dimension in range(end[NDIM]):  # noqa: SIM110  numba has no generators
         if ours[dimension] != theirs[dimension]:
             return False
@@ -132,7 +135,7 @@ def put(address: int, array: int) -> int:
     if not is_as_agreed(end, array):
         status = OTHER
     elif _await_room(end):
-        _publish(end, ins.load_acquire(array + arrays.DATA))
+        _publish(end, ins.load_acquire(array + arrays_fields.DATA))
         status = DONE
     leave(address)
     return status
@@ -220,7 +223,7 @@ def release(address: int, array: int) -> int:
             head = end[HEADS] + number % end[DEPTH] * HEAD_BYTES
             ins.store_release(head + BACK_AT, number + 1)
         return DONE
-    offset = ins.load_acquire(array + arrays.DATA) - end[DATA]
+    offset = ins.load_acquire(array + arrays_fields.DATA) - end[DATA]
     if offset < 0 or offset >= end[DEPTH] * end[STRIDE]:
         return OTHER
     return release_slot(address, offset // end[STRIDE])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import functools
+import importlib
 import pickle
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import numba as nb
-from numba.core import sigutils
+from numba.core import sigutils, types
 from numba.core.caching import NullCache
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
@@ -27,8 +28,9 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
-from commlib.kernels.host import cache
-from commlib.kernels.host.compile_lock import lock_compilation
+from commlib.kernels import cache, host
+from commlib.kernels.compile_lock import lock_compilation
+from commlib.kernels.machine_code import pack, unpack
 
 
 def kernel(**options: Any) -> Callable[[Any], Any]:
@@ -58,21 +60,44 @@ def kernel(**options: Any) -> Callable[[Any], Any]:
     return decorate
 
 
-def callback(signature: Any, **options: Any) -> Callable[[Any], Any]:
-    """Compile a function as `numba.cfunc(signature, **options)` does, once per type of CPU, as `kernel` does."""
+_NUMBERS = {"int": types.int64, "None": types.void}
 
-    def decorate(function: Any) -> Any:
-        compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
-        compiled._cache = cache = _DiskCache(function)
 
-        def in_turn() -> None:
-            with global_compiler_lock, cache.turn(compiled._sig, compiled._targetdescr.target_context):
-                compiled.compile()
+def compile_object(name: str, file: str) -> tuple[str, bytes]:
+    """Compile a kernel of numbers to object code, and store it in a file; return its symbol and the code.
 
-        run_shielded(in_turn)
-        return compiled
+    If another process of this node compiles it now, its code is loaded. name: "module.function". Raises TypeError for
+    arguments other than numbers.
+    """
 
-    return decorate
+    def in_turn() -> tuple[str, bytes]:
+        with global_compiler_lock, lock_compilation(file, lambda: cache.read(file) is not None):
+            if (data := cache.read(file)) is not None:
+                return unpack(data)
+            function, signature, options = _source(name)
+            compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
+            compiled.compile()
+            symbol, code = compiled._wrapper_name, compiled._library._get_compiled_object()
+            cache.write(file, pack(symbol, code))
+            return symbol, code
+
+    result: tuple[str, bytes] = run_shielded(in_turn)
+    return result
+
+
+def _source(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a kernel's function, its C signature and its options."""
+    module, _, rest = name.partition(".")
+    source: Any = getattr(importlib.import_module(f"{host.__name__}.{module}"), rest.partition("-")[0])
+    if "-" in rest:  # a family of kernels, such as the reductions
+        source = source(*rest.split("-")[1:])
+    function = source.py_func
+    kinds = dict(function.__annotations__)
+    result = _NUMBERS[kinds.pop("return")]
+    if any(kind not in _NUMBERS for kind in kinds.values()):
+        raise TypeError(f"{name}: a kernel that is called through machine code takes only numbers, got {kinds}")
+    options = {key: value for key, value in source.targetoptions.items() if key != "nopython"}
+    return function, result(*[_NUMBERS[kind] for kind in kinds.values()]), options
 
 
 def run_shielded(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -10,13 +10,12 @@ from typing import Any
 
 import numba as nb
 import numpy as np
-from numba.core import types
 
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compilation import callback, kernel
+from commlib.kernels.host.compilation import kernel
 
-_SIGNATURE = types.void(*([types.intp] * 7))
 _BLOCK = 1024
+_BLOCK_BYTES = 8 * _BLOCK
 _LOW = (1 << 32) - 1
 
 
@@ -31,14 +30,15 @@ def _mean(high: int, low: int, divisor: int, signed: int) -> int:
 
 
 def mean_function(dtype: str) -> Any:
-    """Return the compiled C callback of `reduce` for the mean of int64 or uint64."""
+    """Return the kernel of `reduce` for the mean of int64 or uint64."""
     signed = dtype == "int64"
 
-    @callback(_SIGNATURE, nogil=True)
+    @kernel(nogil=True)
     def reduce(inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
         targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)
-        highs, lows = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
+        highs = nb.carray(ins.as_pointer(ins.stack(_BLOCK_BYTES)), _BLOCK, np.int64)
+        lows = nb.carray(ins.as_pointer(ins.stack(_BLOCK_BYTES)), _BLOCK, np.int64)
         for start in range(0, count, _BLOCK):
             length, here = min(_BLOCK, count - start), offset + 8 * start
             high, low = highs[:length], lows[:length]
@@ -59,13 +59,13 @@ def mean_function(dtype: str) -> Any:
 
 
 def sum_of_halves() -> Any:
-    """Return the compiled C callback of `reduce` for the sum of halves."""
+    """Return the kernel of `reduce` for the sum of halves."""
 
-    @callback(_SIGNATURE, nogil=True)
+    @kernel(nogil=True)
     def reduce(inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
         targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)
-        totals = np.empty(_BLOCK, np.int64)
+        totals = nb.carray(ins.as_pointer(ins.stack(_BLOCK_BYTES)), _BLOCK, np.int64)
         for start in range(0, 2 * count, _BLOCK):
             length, here = min(_BLOCK, 2 * count - start), offset + 8 * start
             total = totals[:length]

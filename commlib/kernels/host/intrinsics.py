@@ -70,6 +70,21 @@ def prefetch_to_write(typingctx: Any, address: Any) -> Any:
     return types.void(types.intp), codegen
 
 
+@intrinsic(prefer_literal=True)
+def stack(typingctx: Any, nbytes: Any) -> Any:
+    """Return the address of `nbytes` bytes, a constant, that live until the function returns."""
+    if not isinstance(nbytes, types.IntegerLiteral):
+        return None
+    length = nbytes.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), length))
+        memory.align = 64
+        return builder.ptrtoint(memory, ir.IntType(64))
+
+    return types.intp(nbytes), codegen
+
+
 @intrinsic
 def pause(typingctx: Any) -> Any:
     """Hint to the CPU that this is a spin loop (a no-op on machines without such a hint)."""

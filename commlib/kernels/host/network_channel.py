@@ -13,42 +13,55 @@ from typing import Any
 
 import numba as nb
 
-from commlib.kernels.host import arrays, channel, requests
+from commlib.kernels.fields import arrays as arrays_fields
+from commlib.kernels.fields import channel as channel_fields
+from commlib.kernels.fields.channel import (
+    COUNT,
+    DEPTH,
+    HALTED,
+    SLOT,
+    SPEC,
+)
+from commlib.kernels.fields.network_channel import (
+    DATA,
+    FIRST,
+    FLAG,
+    HANDLE,
+    HEAD,
+    HEAD_FIELDS,
+    HELD,
+    KNOWN,
+    LAGS,
+    LARGE_BYTES,
+    LENGTH,
+    LENGTHS,
+    LIKE,
+    MOST_DIMENSIONS,
+    NBYTES,
+    NUMBER,
+    POLLS,
+    POSTED,
+    POSTED_FIELDS,
+    PYTHONS,
+    RING,
+    ROOM,
+    ROW_FIELDS,
+    ROWS,
+    START,
+    STATUS,
+    TEST,
+    WHAT,
+)
+from commlib.kernels.host import arrays, requests
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.arrays import int32, table
-from commlib.kernels.host.channel import COUNT, DEPTH, HALTED, SLOT, SPEC, enter, is_as_agreed, leave
+from commlib.kernels.host.channel import (
+    enter,
+    is_as_agreed,
+    leave,
+)
 from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.waiting import SAMPLE, count_late_polls, now
-
-PYTHONS = 2  # value of BUSY while Python holds it
-LAGS = 1  # a status in addition to `channel.DONE`, `OTHER` and slots: a message was put but not sent yet
-LARGE_BYTES = 32 << 10  # from this size on, a message may need its receiver's progress to arrive
-
-# Further fields of an end. POSTED counts the pending receives, the next one in the slot RING[FIRST].
-(
-    START,  # addresses of functions
-    TEST,
-    FLAG,  # address of an int32
-    STATUS,  # address of memory for a status
-    ROWS,  # address of the first slot's row
-    RING,
-    FIRST,
-    POSTED,
-    POLLS,
-    POSTED_FIELDS,
-) = range(channel.END_FIELDS, channel.END_FIELDS + 10)
-
-# Fields of a slot's row. KNOWN: from WHAT on, the header of the slot's last message, whose payload of NBYTES began at
-# DATA. LIKE is false if Python handles messages like it. HELD: the number of a received message that was not released,
-# or 0. LENGTH: the bytes of the arriving payload, once Python has seen it, else -1.
-HANDLE, HEAD, DATA, NBYTES, ROOM, LIKE, HELD, LENGTH, KNOWN = range(9)
-
-# The header of a message: its number, its kind (0: an array) times KIND plus its dimensions, and its length in each
-# dimension. The payload follows directly: a network sends a few bytes faster.
-NUMBER, WHAT, LENGTHS = range(3)
-KIND, MOST_DIMENSIONS = 256, 12
-HEAD_FIELDS = LENGTHS + MOST_DIMENSIONS
-ROW_FIELDS = KNOWN + HEAD_FIELDS - WHAT
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -74,20 +87,20 @@ def put(address: int, array: int) -> int:
     """Send a numpy array, given by its `id`: DONE, LAGS or OTHER."""
     end = table(address, POSTED_FIELDS)
     if end[HALTED] != 0 or not enter(address):
-        return channel.OTHER
+        return channel_fields.OTHER
     row = _row(end, end[SLOT])
-    status = channel.OTHER
+    status = channel_fields.OTHER
     if row[LIKE] == end[SPEC] and is_as_agreed(end, array) and _is_idle(end, row):
-        source = ins.load_acquire(array + arrays.DATA)
+        source = ins.load_acquire(array + arrays_fields.DATA)
         if source != row[DATA]:
-            ins.memcpy(row[DATA], source, end[channel.NBYTES])
+            ins.memcpy(row[DATA], source, end[channel_fields.NBYTES])
         head = table(row[HEAD], HEAD_FIELDS)
         before = head[NUMBER]
         head[NUMBER] = end[COUNT] + 1
         if _start(end, row):
             end[COUNT] += 1
             end[SLOT] = 0 if end[SLOT] + 1 == end[DEPTH] else end[SLOT] + 1
-            status = channel.DONE if _is_idle(end, row) else LAGS
+            status = channel_fields.DONE if _is_idle(end, row) else LAGS
         else:
             head[NUMBER] = before
     leave(address)
@@ -99,9 +112,9 @@ def free_slot(address: int) -> int:
     """Return the slot of the next message if it is free and fits the slot's previous message; else OTHER."""
     end = table(address, POSTED_FIELDS)
     if end[HALTED] != 0 or not enter(address):
-        return channel.OTHER
+        return channel_fields.OTHER
     row = _row(end, end[SLOT])
-    status = end[SLOT] if row[LIKE] == end[SPEC] and _is_idle(end, row) else channel.OTHER
+    status = end[SLOT] if row[LIKE] == end[SPEC] and _is_idle(end, row) else channel_fields.OTHER
     leave(address)
     return status
 
@@ -123,7 +136,7 @@ def take(address: int) -> int:
     """Take the next message if it arrives soon, and return its slot, plus DEPTH if it is large; else OTHER."""
     end = table(address, POSTED_FIELDS)
     if end[HALTED] != 0 or end[POSTED] == 0 or not enter(address):
-        return channel.OTHER
+        return channel_fields.OTHER
     slot = table(end[RING], end[DEPTH])[end[FIRST]]
     row = _row(end, slot)
     has_arrived, polls = False, 0
@@ -135,7 +148,7 @@ def take(address: int) -> int:
             has_arrived = _is_idle(end, row)
             polls += SAMPLE * count_late_polls(began)
         polls += 1
-    status = channel.OTHER
+    status = channel_fields.OTHER
     if has_arrived and _is_expected(end, row):
         end[FIRST] = 0 if end[FIRST] + 1 == end[DEPTH] else end[FIRST] + 1
         end[POSTED] -= 1
@@ -174,21 +187,21 @@ def release(address: int, array: int) -> int:
     """Release the slot that contains a numpy array, given by its `id`; 0 releases all held slots. DONE or OTHER."""
     end = table(address, POSTED_FIELDS)
     if end[HALTED] != 0 or not enter(address):
-        return channel.OTHER
-    status = channel.OTHER
+        return channel_fields.OTHER
+    status = channel_fields.OTHER
     if array == 0:
-        status = channel.DONE
+        status = channel_fields.DONE
         slot = _longest_held(end)
-        while slot >= 0 and status == channel.DONE:
+        while slot >= 0 and status == channel_fields.DONE:
             if not _post(end, slot):
-                status = channel.OTHER
+                status = channel_fields.OTHER
             slot = _longest_held(end)
     else:
-        data = ins.load_acquire(array + arrays.DATA)
+        data = ins.load_acquire(array + arrays_fields.DATA)
         for slot in range(end[DEPTH]):
             row = _row(end, slot)
             if row[HELD] != 0 and row[HEAD] <= data < row[HEAD] + row[ROOM] and _post(end, slot):
-                status = channel.DONE
+                status = channel_fields.DONE
                 break
     leave(address)
     return status
@@ -197,4 +210,4 @@ def release(address: int, array: int) -> int:
 @kernel(nogil=True)
 def take_turn(address: int) -> int:
     """Take BUSY for Python; return 0 if a compiled function holds it. Python may hold it already."""
-    return 1 if arrays.exchange_if(address + 8 * channel.BUSY, 0, PYTHONS) in (0, PYTHONS) else 0
+    return 1 if arrays.exchange_if(address + 8 * channel_fields.BUSY, 0, PYTHONS) in (0, PYTHONS) else 0

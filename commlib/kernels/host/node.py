@@ -23,29 +23,69 @@ point.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numba as nb
 import numpy as np
-from numba.core import types
 
+from commlib.kernels.fields.node import (
+    ABANDONED,
+    ARRIVED,
+    BACKWARD,
+    BOARD,
+    BROKEN,
+    CALL_FIELDS,
+    CALLS,
+    CONTROL,
+    CONTROL_FIELDS,
+    COUNT,
+    COUNTS,
+    DATA,
+    DIVISOR,
+    DONE,
+    EPOCH,
+    FAILED,
+    INPUTS,
+    ITEM_BYTES,
+    LINE_BYTES,
+    LONGEST,
+    MISMATCH,
+    NAP_MICROSECONDS,
+    NAPS,
+    OUTPUTS,
+    PARITY,
+    PART_BYTES,
+    PARTS,
+    PLACE,
+    PLACES,
+    PLACES_DIFFER,
+    POSITION,
+    RANK,
+    RECV_LENGTHS,
+    RECV_OFFSETS,
+    REDUCE,
+    ROOT,
+    SEND_LENGTHS,
+    SEND_OFFSETS,
+    SIGNATURE,
+    SIGNATURES,
+    SIZE,
+    SLOT_BYTES,
+    SLOTS,
+    SOURCE,
+    SPINS,
+    STATE,
+    TAKE,
+    TARGET,
+    WAITING,
+    YIELDS,
+)
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.stream import stream_copy
 from commlib.kernels.host.waiting import LONG_WAIT, pause
 
-# Status codes.
-DONE, WAITING, MISMATCH, BROKEN, PLACES_DIFFER = range(5)
 _PASSED = -1  # within a kernel: this rank has done its part
-
-# The board: one line per rank, two cache lines wide because CPUs prefetch in pairs. Byte offsets in a line:
-LINE_BYTES, ARRIVED, ABANDONED, SIGNATURES, PLACES = 128, 0, 8, 16, 32
-
-# Value of ABANDONED while a rank has not abandoned the board.
-NEVER = 1 << 62
 
 # Bytes of each buffer that are reduced at once: far less than the L2 cache, far more than the cost of a call.
 TILE_BYTES = 1 << 16
@@ -55,55 +95,6 @@ STREAMED_BYTES = 4 << 20
 
 # Polls for peers by a rank that only begins a call.
 BEGINNING_SPINS = 200
-
-# Fields of the control array, one per communicator and rank. SLOTS is the address of a table of P addresses. FAILED is
-# set when the ranks are out of step; every kernel then returns BROKEN at once. CALLS counts user calls.
-EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CALLS, CONTROL_FIELDS = range(9)
-
-# Fields of a call.
-(
-    CONTROL,  # address of the control array
-    STATE,  # resume point after WAITING; 0 to begin
-    POSITION,  # elements done (in an exchange: bytes of each part), for kernels that work piece by piece
-    PARITY,  # slot of the first piece of all_reduce_staged
-    SIGNATURE,
-    PLACE,
-    REDUCE,  # address of the reduction; 0 in an exchange that only moves data
-    INPUTS,  # address of a table of P addresses, in rank order
-    OUTPUTS,
-    COUNT,  # elements
-    ITEM_BYTES,
-    DIVISOR,
-    SPINS,  # polls before the first yield
-    YIELDS,  # yields before the first nap
-    NAPS,  # naps before WAITING is returned
-    NAP_MICROSECONDS,
-    SOURCE,  # address of this rank's own array, and of the result
-    TARGET,
-    BACKWARD,  # whether the next pass over this rank's share begins at its end; alternates
-    PARTS,  # of an exchange: number of parts of each rank's array: one for all ranks, or one per rank
-    PART_BYTES,  # space for each part in a slot
-    TAKE,  # the part that this rank takes of each rank's array
-    LONGEST,  # bytes of the longest part of any rank, which sets the number of pieces on all ranks
-    SEND_OFFSETS,  # addresses of tables: bytes from SOURCE to each part, and its length
-    SEND_LENGTHS,
-    RECV_OFFSETS,  # bytes from TARGET to the part of each peer, and its length
-    RECV_LENGTHS,
-    ROOT,  # of a broadcast
-    COUNTS,  # 1 for a user call, 0 for a part of one
-    CALL_FIELDS,
-) = range(30)
-
-
-@cache
-def entry_point(kernel: Any, n_arguments: int = 1) -> Callable[..., int]:
-    """Return the compiled function behind a kernel, which takes the address of a call and returns a status.
-
-    A direct call costs half as much as the dispatcher, which looks up argument types that never change.
-    """
-    signature = (types.int64,) * n_arguments
-    kernel.compile(signature)
-    return kernel.overloads[signature].entry_point
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -425,10 +416,6 @@ def exchange_staged(address: int) -> int:
             return DONE
 
 
-# Offset of the data address in a numpy array: it is the first field of the C struct, after the object header.
-DATA = object.__basicsize__
-
-
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
 def _set_arrays(call: Any, source: int, target: int) -> None:
     call[SOURCE], call[TARGET] = ins.load_acquire(source + DATA), ins.load_acquire(target + DATA)
@@ -480,9 +467,3 @@ def all_equal(address: int) -> int:
         if number != expected:
             return 0
     return 1
-
-
-def arrays_are_where_expected() -> bool:
-    """Return whether numpy's array layout is the one that kernels with array arguments expect."""
-    probe = np.zeros(3)[1:]
-    return bool(ctypes.c_int64.from_address(id(probe) + DATA).value == probe.ctypes.data)

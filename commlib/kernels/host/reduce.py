@@ -7,14 +7,12 @@ the order of the table, divides by `divisor` if the operation is a mean, and sto
 `outputs`. An output may be one of the inputs. float16 and bfloat16 are combined in float32 and rounded once, at the
 end. `exact_mean` has a separate function for the mean of 64-bit integers.
 
-The functions are C callbacks. The node's collectives (`node`) and the executor call them by address, so their protocols
-are compiled once, instead of once per dtype.
+The node's collectives (`node`) and the executor call these functions by address, so their protocols are compiled once,
+instead of once per dtype.
 """
 
 from __future__ import annotations
 
-import threading
-from functools import cache
 from typing import Any
 
 import numba as nb
@@ -24,7 +22,7 @@ from numba.extending import overload
 
 from commlib.dtypes import HALVES, accumulator_dtype
 from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.compilation import callback, kernel
+from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.exact_mean import mean_function, sum_of_halves
 
 # numba has no type for these; their bits are stored as integers.
@@ -35,8 +33,6 @@ BLOCK = 1024
 
 # Positions of the two bfloat16 in a 32-bit word.
 LOW, HIGH = nb.uint32(16), nb.uint32(0xFFFF0000)
-
-SIGNATURE = types.void(*([types.intp] * 7))
 
 
 @kernel()
@@ -214,20 +210,8 @@ def _reduce_pair(kind: Any, operation: Any, sources: Any, targets: Any, count: A
     return vectors if name == "float16" else loops
 
 
-_compiling = threading.Lock()
-
-
-def reduce_function(dtype: str, operation: str) -> Any:
-    """Return the compiled C callback for one dtype and one of sum, mean, prod, min, max (or, and: bool only).
-
-    Protocol kernels call its `address`. It is compiled once, by the first thread that needs it, and cached on disk.
-    """
-    with _compiling:
-        return _compile(dtype, operation)
-
-
-@cache
-def _compile(dtype: str, operation: str) -> Any:
+def reduction(dtype: str, operation: str) -> Any:
+    """Return the kernel for one dtype and one of sum, mean, prod, min, max (or, and: bool only)."""
     if dtype == HALVES:
         return sum_of_halves()
     if accumulator_dtype(dtype, operation) == HALVES:
@@ -235,10 +219,10 @@ def _compile(dtype: str, operation: str) -> Any:
     kind = dtype
     stored = getattr(np, _STORED.get(dtype, dtype))
     combined = getattr(np, _STORED.get(accumulator := accumulator_dtype(dtype, operation), accumulator))
-    size = np.dtype(stored).itemsize
+    size, nbytes = np.dtype(stored).itemsize, BLOCK * np.dtype(combined).itemsize
 
     # The closure holds only strings, numbers and types, because numba keys its disk cache by their pickles.
-    @callback(SIGNATURE, nogil=True)
+    @kernel(nogil=True)
     def reduce(inputs: int, n_inputs: int, outputs: int, n_outputs: int, offset: int, count: int, divisor: int) -> None:
         sources = nb.carray(ins.as_pointer(inputs), n_inputs, np.int64)
         targets = nb.carray(ins.as_pointer(outputs), n_outputs, np.int64)
@@ -249,7 +233,7 @@ def _compile(dtype: str, operation: str) -> Any:
             done = reduce_pair(kind, operation, pair, results, count, divisor)
         if done == count:
             return
-        totals = np.empty(BLOCK, combined)
+        totals = nb.carray(ins.as_pointer(ins.stack(nbytes)), BLOCK, combined)
         for start in range(done, count, BLOCK):
             length = min(BLOCK, count - start)
             here = offset + start * size

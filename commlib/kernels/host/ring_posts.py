@@ -10,11 +10,21 @@ from typing import Any
 
 import numba as nb
 
-from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.arrays import table
-from commlib.kernels.host.compilation import kernel
-from commlib.kernels.host.ring_unexpected import drop_unexpected, find_unexpected
-from commlib.kernels.host.shm_ring import (
+from commlib.kernels.fields.ring_posts import (
+    ADDRESS,
+    ARRIVED,
+    ARRIVES_ELSEWHERE,
+    FREE,
+    MESSAGE_BYTES,
+    NUMBER,
+    ORDER,
+    POST_FIELDS,
+    POSTED_HERE,
+    STATE,
+    TAG,
+    TARGET_BYTES,
+)
+from commlib.kernels.fields.shm_ring import (
     DONE,
     END_FIELDS,
     FULL,
@@ -29,15 +39,16 @@ from commlib.kernels.host.shm_ring import (
     POSTS_ROOM,
     POSTS_WAITING,
     WAY_NUMBER,
+)
+from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host.arrays import table
+from commlib.kernels.host.compilation import kernel
+from commlib.kernels.host.ring_unexpected import drop_unexpected, find_unexpected
+from commlib.kernels.host.shm_ring import (
     claim,
     head_at,
     let_go,
 )
-
-# A posted receive: its state, its position in the order of posts, tag, target address, size of the target, size of the
-# message, and the number of a message that takes another path.
-STATE, ORDER, TAG, ADDRESS, TARGET_BYTES, MESSAGE_BYTES, NUMBER, POST_FIELDS = range(8)
-FREE, POSTED_HERE, ARRIVED, ARRIVES_ELSEWHERE = range(4)
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]

@@ -6,11 +6,8 @@ from typing import Any
 
 import numba as nb
 
-from commlib.kernels.host import arrays
-from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.arrays import table
-from commlib.kernels.host.compilation import kernel
-from commlib.kernels.host.shm_ring import (
+from commlib.kernels.fields import arrays as arrays_fields
+from commlib.kernels.fields.shm_ring import (
     DONE,
     DTYPES,
     ELSEWHERE,
@@ -34,6 +31,12 @@ from commlib.kernels.host.shm_ring import (
     STOPPED,
     UNITS,
     WAY_NUMBER,
+)
+from commlib.kernels.host import arrays
+from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host.arrays import table
+from commlib.kernels.host.compilation import kernel
+from commlib.kernels.host.shm_ring import (
     claim,
     head_at,
     let_go,
@@ -102,10 +105,10 @@ def put(at: int, array: int, tag: int) -> int:
     end = table(at, END_FIELDS)
     if end[HALTED] != 0:
         return STOPPED
-    nbytes = arrays.plain_bytes(array, arrays.C_CONTIGUOUS, end[DTYPES])
+    nbytes = arrays.plain_bytes(array, arrays_fields.C_CONTIGUOUS, end[DTYPES])
     if nbytes < 0 or nbytes > end[LONGEST] or tag < 0 or tag >= MOST_TAGS:
         return OTHER
-    source, note = ins.load_acquire(array + arrays.DATA), note_at(end, at, array)
+    source, note = ins.load_acquire(array + arrays_fields.DATA), note_at(end, at, array)
     ins.store_release(note, 0)
     polls = 0
     while True:

@@ -6,16 +6,12 @@ from typing import Any
 
 import numba as nb
 
-from commlib.kernels.host import arrays
-from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.arrays import table
-from commlib.kernels.host.compilation import kernel
-from commlib.kernels.host.ring_posts import deliver, waiting_post
-from commlib.kernels.host.ring_unexpected import drop_unexpected, find_unexpected, length_of, store_unexpected
-from commlib.kernels.host.shm_ring import (
+from commlib.kernels.fields import arrays as arrays_fields
+from commlib.kernels.fields.shm_ring import (
     ASIDE_FIRST,
     ASIDE_LAST,
     DONE,
+    DRAINED,
     DTYPES,
     END_FIELDS,
     FREED_AT,
@@ -38,6 +34,14 @@ from commlib.kernels.host.shm_ring import (
     UNIT,
     UNITS,
     WAITING,
+)
+from commlib.kernels.host import arrays
+from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host.arrays import table
+from commlib.kernels.host.compilation import kernel
+from commlib.kernels.host.ring_posts import deliver, waiting_post
+from commlib.kernels.host.ring_unexpected import drop_unexpected, find_unexpected, length_of, store_unexpected
+from commlib.kernels.host.shm_ring import (
     claim,
     head_at,
     let_go,
@@ -46,8 +50,6 @@ from commlib.kernels.host.shm_ring import (
     unit_at,
 )
 from commlib.kernels.host.waiting import LONG_WAIT
-
-DRAINED = 1  # `_find` returns it if another ring follows
 
 
 @kernel(nogil=True)
@@ -114,10 +116,10 @@ def take(at: int, array: int, tag: int) -> int:
     end = table(at, END_FIELDS)
     if end[HALTED] != 0:
         return STOPPED
-    nbytes = arrays.plain_bytes(array, arrays.C_CONTIGUOUS | arrays.WRITEABLE, end[DTYPES])
+    nbytes = arrays.plain_bytes(array, arrays_fields.C_CONTIGUOUS | arrays_fields.WRITEABLE, end[DTYPES])
     if nbytes < 0 or tag < 0 or tag >= MOST_TAGS:
         return OTHER
-    target, note = ins.load_acquire(array + arrays.DATA), note_at(end, at, array)
+    target, note = ins.load_acquire(array + arrays_fields.DATA), note_at(end, at, array)
     ins.store_release(note, 0)
     polls = 0
     while True:

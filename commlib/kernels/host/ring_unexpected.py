@@ -10,10 +10,7 @@ from typing import Any
 
 import numba as nb
 
-from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.arrays import table
-from commlib.kernels.host.compilation import kernel
-from commlib.kernels.host.shm_ring import (
+from commlib.kernels.fields.shm_ring import (
     ASIDE,
     ASIDE_FIRST,
     ASIDE_LAST,
@@ -28,6 +25,11 @@ from commlib.kernels.host.shm_ring import (
     NOTHING,
     OTHER,
     UNIT,
+)
+from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host.arrays import table
+from commlib.kernels.host.compilation import kernel
+from commlib.kernels.host.shm_ring import (
     claim,
     head_at,
     let_go,

@@ -10,36 +10,45 @@ from typing import Any
 
 import numba as nb
 
+from commlib.kernels.fields.arrays import (
+    DATA,
+)
+from commlib.kernels.fields.rounds import (
+    ADDRESSES,
+    BUFFER,
+    CODE,
+    COMBINATIONS,
+    DIFFERENT,
+    DONE,
+    FAILED,
+    FLAG,
+    HANDLES,
+    MARKS,
+    MESSAGES,
+    NBYTES,
+    NEXT,
+    PROGRAM_FIELDS,
+    ROUNDS,
+    ROW_FIELDS,
+    ROWS,
+    SPINS,
+    START,
+    STARTED,
+    STATUSES,
+    TEST,
+    WAITING,
+    YIELDS,
+)
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host import requests
-from commlib.kernels.host.arrays import DATA, int32, table
+from commlib.kernels.host.arrays import (
+    int32,
+    table,
+)
 from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.node import all_equal
 from commlib.kernels.host.reduce import reduce_as_written
 from commlib.kernels.host.waiting import LONG_WAIT, count_late_polls, now, pause
-
-# Status codes of `play`. DIFFERENT: some marks differ from this rank's. FAILED: CODE has the error code.
-DONE, DIFFERENT, WAITING, FAILED = 0, 1, -1, -2
-
-(
-    ROUNDS,  # number of rounds
-    ROWS,  # address of the first round's row
-    NEXT,  # the current or next round
-    STARTED,  # whether it was started
-    MARKS,  # address for `all_equal`, or 0
-    START,  # addresses of functions
-    TEST,
-    FLAG,  # address of an int32
-    STATUSES,  # address of memory for the statuses of a round
-    SPINS,  # number of polls at once, then of polls with a yield, before WAITING is returned
-    YIELDS,
-    CODE,
-    BUFFER,  # address and size of the messages' data
-    NBYTES,
-    PROGRAM_FIELDS,
-) = range(15)
-
-MESSAGES, HANDLES, COMBINATIONS, ADDRESSES, ROW_FIELDS = range(5)
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]

@@ -12,8 +12,8 @@ from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.kernels.host import convert, draw, low_rank, norm, orthonormal, quantise, signs, sparse, sparsify
 from commlib.kernels.host import rows as row_kernels
-from commlib.kernels.host.reduce import reduce_function
 from commlib.kernels.protocol import BlockLayout, Code, Fault, Kernels, Value
+from commlib.kernels.reductions import reduction
 
 # The numeric codes of the compiled functions.
 _CODES: dict[Code, int] = {
@@ -58,7 +58,7 @@ class HostKernels(Kernels):
     def reduce_to(
         self, dtype: str, operation: str, divisor: int, operands: Sequence[Any], targets: Sequence[Any]
     ) -> None:
-        function = reduce_function(dtype, operation).ctypes
+        function = reduction(dtype, operation).call
         inputs = np.array([_at(operand) for operand in operands], np.int64)
         outputs = np.array([_at(target) for target in targets], np.int64)
         function(address_of(inputs), len(inputs), address_of(outputs), len(outputs), 0, len(targets[0]), divisor)

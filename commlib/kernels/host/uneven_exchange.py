@@ -25,10 +25,7 @@ from typing import Any
 import numba as nb
 from numba.core import types
 
-from commlib.kernels.host import intrinsics as ins
-from commlib.kernels.host.call_routes import _find
-from commlib.kernels.host.compilation import kernel
-from commlib.kernels.host.node import (
+from commlib.kernels.fields.node import (
     BROKEN,
     DATA,
     DONE,
@@ -40,6 +37,63 @@ from commlib.kernels.host.node import (
     SLOTS,
     STATE,
     WAITING,
+)
+from commlib.kernels.fields.uneven_exchange import (
+    AFTER,
+    AT,
+    CALL,
+    EXPECTED_ROWS,
+    FIELDS,
+    FROM,
+    HEAD,
+    HELD,
+    KNOWN,
+    LATE,
+    LENGTH,
+    MODE,
+    MODES,
+    N_ADDRESS,
+    N_MODE,
+    N_OFFSET,
+    N_OUT_OFFSET,
+    N_OUT_SEGMENT,
+    N_SEGMENT,
+    N_TOTAL,
+    NOW,
+    OUT_ROWS,
+    PARTS,
+    PEER_FIELDS,
+    PEERS,
+    PLACES,
+    PROCESSES,
+    PULL,
+    PUSH,
+    RANGES,
+    READ,
+    READS,
+    RECEIVED_ROWS,
+    REFUSED,
+    ROUND,
+    ROUNDS,
+    ROW,
+    ROWS,
+    SIZED,
+    SOURCE,
+    SPLITS,
+    STREAM,
+    TARGET,
+    TARGET_BYTES,
+    TO,
+    TOTAL,
+    UNEQUAL,
+    UNFIT,
+    UNREADABLE,
+    VERDICT,
+)
+from commlib.kernels.host import intrinsics as ins
+from commlib.kernels.host.call_routes import _find
+from commlib.kernels.host.compilation import kernel
+from commlib.kernels.host.node import (
     _arrive,
     _await_peers,
     _call,
@@ -49,9 +103,7 @@ from commlib.kernels.host.node import (
 )
 from commlib.kernels.host.stream import stream_copy
 
-# Status codes in addition to those of `node`. SIZED: call again after setting TARGET to memory for the received rows.
-# REFUSED: this rank's arguments are invalid, or its arrays overlap, and nothing was done.
-SIZED, UNEQUAL, UNFIT, UNREADABLE, REFUSED = range(5, 10)
+_NO_RESULT = -1  # an empty result needs no segment
 
 # Up to the first size a slot is faster than two barriers; up to the second it is also faster than a system call.
 SMALL_BYTES, READ_FROM = 4096, 12 << 10
@@ -62,51 +114,10 @@ WINDOW_BYTES = 128 << 10
 # From this size on a part is copied past the caches, which would lose its beginning anyway.
 STREAMED_PART = 8 << 20
 
-# Fields of a call.
-(
-    CALL,  # the address of its call of `node`
-    PLACES,  # as in a route of `placed`
-    ROW,  # bytes of a row
-    KNOWN,  # whether this rank gives the row counts to receive; the same on all ranks
-    READS,  # whether all ranks can read each other's memory
-    PROCESSES,  # the address of a table of the ranks' process ids
-    PEERS,  # the address of a table with PEER_FIELDS for each rank
-    SOURCE,  # addresses of this rank's array, and of its result (0: none yet)
-    TARGET,
-    PARTS,  # address of the call's parts: see below
-    ROUND,  # number of windows done
-    ROUNDS,  # number of windows of the longest stream
-    AFTER,  # whether all ranks synchronize again at the end
-    VERDICT,
-    MODE,  # mode of this rank's parts
-    TOTAL,  # bytes that this rank sends to others
-    RANGES,  # the address of space for two ranges of `process_vm_readv`
-    FIELDS,
-) = range(18)
-
-# A call's parts: `id` of its result (0: none yet), rows of the result, rows of the array, row counts to send to each
-# rank, and row counts to receive from each rank.
-OUT, OUT_ROWS, ROWS, SPLITS = range(4)
-
-# A note: header, offsets in rows of each rank's part in the sender's array, and the end of the last part; the same for
-# the received rows, if the rank knows them.
-N_MODE, N_SEGMENT, N_OFFSET, N_OUT_SEGMENT, N_OUT_OFFSET, N_TOTAL, N_ADDRESS, HEAD = range(8)
-_NO_RESULT = -1  # an empty result needs no segment
-
-# A peer: mode of its parts, bytes for this rank, their offset in TARGET, their offset in its stream; the address to
-# copy from; the address to copy to, and its bytes; rows received, and rows that the peer expects from this rank.
-MODES, LENGTH, AT, STREAM, FROM, TO, TARGET_BYTES, RECEIVED_ROWS, EXPECTED_ROWS, PEER_FIELDS = range(10)
-
-NOW, PULL, HELD, PUSH, READ, LATE = range(6)
 
 process_vm_readv = types.ExternalFunction(
     "process_vm_readv", types.intp(types.int32, types.intp, types.uintp, types.intp, types.uintp, types.uintp)
 )
-
-
-def note_bytes(size: int) -> int:
-    """Return the size of one note; each rank has two, behind its slots."""
-    return (8 * (HEAD + 2 * (size + 1)) + 63) // 64 * 64
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]

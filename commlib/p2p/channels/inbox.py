@@ -12,8 +12,8 @@ from commlib.buffers.peer_memory import PeerMapping, PeerMemory
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import TransportError, UsageError
-from commlib.kernels.host import channel as kernels
-from commlib.kernels.host.node import entry_point
+from commlib.kernels.fields import channel as kernels
+from commlib.kernels.machine_code import entry_point
 from commlib.p2p.channels.node_end import (
     ARRAYS_ARE_WHERE_EXPECTED,
     BLOCK_BYTES,
@@ -27,8 +27,8 @@ from commlib.p2p.channels.node_end import (
 from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import WaitHook
 
-_take, _hand_back = entry_point(kernels.take), entry_point(kernels.release, 2)
-_has_arrived, _hand_back_slot = entry_point(kernels.has_arrived), entry_point(kernels.release_slot, 2)
+_take, _hand_back = entry_point("channel.take"), entry_point("channel.release", 2)
+_has_arrived, _hand_back_slot = entry_point("channel.has_arrived"), entry_point("channel.release_slot", 2)
 
 
 class Inbox(NodeEnd):

@@ -15,8 +15,8 @@ import numpy as np
 
 from commlib.buffers.peer_memory import PeerMapping
 from commlib.dtypes import Array
-from commlib.kernels.host import arrays
-from commlib.kernels.host import channel as kernels
+from commlib.kernels.fields import arrays
+from commlib.kernels.fields import channel as kernels
 from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import WaitHook
 from commlib.transport.naps import kernel_naps

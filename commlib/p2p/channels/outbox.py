@@ -12,8 +12,8 @@ from commlib.buffers.peer_memory import MemoryPlace, PeerMapping, PeerMemory
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host import channel as kernels
-from commlib.kernels.host.node import entry_point
+from commlib.kernels.fields import channel as kernels
+from commlib.kernels.machine_code import entry_point
 from commlib.p2p.channels.node_end import (
     ARRAYS_ARE_WHERE_EXPECTED,
     BLOCK_BYTES,
@@ -28,11 +28,11 @@ from commlib.p2p.channels.node_end import (
 from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import WaitHook
 
-_put, _free_slot = entry_point(kernels.put, 2), entry_point(kernels.free_slot)
+_put, _free_slot = entry_point("channel.put", 2), entry_point("channel.free_slot")
 _reserve, _put_reserved, _let_go = (
-    entry_point(kernels.reserve),
-    entry_point(kernels.put_reserved, 2),
-    entry_point(kernels.let_go),
+    entry_point("channel.reserve"),
+    entry_point("channel.put_reserved", 2),
+    entry_point("channel.let_go"),
 )
 
 

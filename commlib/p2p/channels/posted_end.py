@@ -20,10 +20,17 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
-from commlib.kernels.host import network_channel as kernels
-from commlib.kernels.host.channel import COUNT, DEPTH, HALTED, let_go
-from commlib.kernels.host.network_channel import LENGTHS, WHAT, take_turn
-from commlib.kernels.host.node import entry_point
+from commlib.kernels.fields import network_channel as kernels
+from commlib.kernels.fields.channel import (
+    COUNT,
+    DEPTH,
+    HALTED,
+)
+from commlib.kernels.fields.network_channel import (
+    LENGTHS,
+    WHAT,
+)
+from commlib.kernels.machine_code import entry_point
 from commlib.p2p.channels.node_end import ARRAYS_ARE_WHERE_EXPECTED
 from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import PersistentMessage, Request, Transport
@@ -169,7 +176,7 @@ class PostedEnd:
                 slot.close()
 
 
-_take_turn, _let_go = entry_point(take_turn), entry_point(let_go)
+_take_turn, _let_go = entry_point("network_channel.take_turn"), entry_point("channel.let_go")
 
 _NAP = 20e-6  # seconds: about as long as a compiled function holds the lock
 

@@ -9,9 +9,10 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import TransportError, UsageError
-from commlib.kernels.host import network_channel as kernels
-from commlib.kernels.host.channel import COUNT
-from commlib.kernels.host.network_channel import (
+from commlib.kernels.fields.channel import (
+    COUNT,
+)
+from commlib.kernels.fields.network_channel import (
     DATA,
     FIRST,
     HELD,
@@ -26,13 +27,13 @@ from commlib.kernels.host.network_channel import (
     RING,
     WHAT,
 )
-from commlib.kernels.host.node import entry_point
+from commlib.kernels.machine_code import entry_point
 from commlib.p2p.channels.node_end import defer_array_to_python, defer_to_python
 from commlib.p2p.channels.posted_end import GROW, TAIL, PostedEnd, PostedSlot, head_bytes
 from commlib.transport.base import WaitHook
 from commlib.transport.polling import poll
 
-_take, _hand_back = entry_point(kernels.take), entry_point(kernels.release, 2)
+_take, _hand_back = entry_point("network_channel.take"), entry_point("network_channel.release", 2)
 
 
 class PostedReceives(PostedEnd):

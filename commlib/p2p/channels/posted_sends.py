@@ -10,17 +10,30 @@ import numpy as np
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host import network_channel as kernels
-from commlib.kernels.host.channel import COUNT, DESCR, NBYTES, NDIM, SHAPE, SLOT, SPEC
-from commlib.kernels.host.network_channel import KIND, LENGTHS, NUMBER, WHAT
-from commlib.kernels.host.node import entry_point
+from commlib.kernels.fields import network_channel as kernels
+from commlib.kernels.fields.channel import (
+    COUNT,
+    DESCR,
+    NBYTES,
+    NDIM,
+    SHAPE,
+    SLOT,
+    SPEC,
+)
+from commlib.kernels.fields.network_channel import (
+    KIND,
+    LENGTHS,
+    NUMBER,
+    WHAT,
+)
+from commlib.kernels.machine_code import entry_point
 from commlib.p2p.channels.node_end import defer_array_to_python, defer_to_python
 from commlib.p2p.channels.payload import Shape
 from commlib.p2p.channels.posted_end import DATA, GROW, GROWTH, TAIL, PostedEnd, PostedSlot, head_bytes
 from commlib.transport.base import Request, WaitHook
 from commlib.transport.polling import poll
 
-_put, _free_slot = entry_point(kernels.put, 2), entry_point(kernels.free_slot)
+_put, _free_slot = entry_point("network_channel.put", 2), entry_point("network_channel.free_slot")
 
 
 class PostedSends(PostedEnd):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from commlib.kernels.host.ring_posts import ARRIVES_ELSEWHERE, POSTED_HERE
-from commlib.kernels.host.shm_ring import MOST_TAGS
+from commlib.kernels.fields.ring_posts import (
+    ARRIVES_ELSEWHERE,
+    POSTED_HERE,
+)
+from commlib.kernels.fields.shm_ring import (
+    MOST_TAGS,
+)
 from commlib.p2p.lanes.receive_pieces import Landed, ReceivePieces
 from commlib.p2p.lanes.receiver import RingReceiver
 from commlib.transport.base import Request

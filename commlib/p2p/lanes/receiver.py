@@ -10,26 +10,26 @@ import numpy as np
 from commlib.buffers.peer_memory import PeerMapping
 from commlib.buffers.views import address_of
 from commlib.errors import TransportError
-from commlib.kernels.host import arrays, ring_posts, ring_take, ring_unexpected
-from commlib.kernels.host import shm_ring as ring
-from commlib.kernels.host.node import entry_point
+from commlib.kernels.fields import arrays, ring_posts
+from commlib.kernels.fields import shm_ring as ring
+from commlib.kernels.machine_code import entry_point
 from commlib.p2p.channels.node_end import waiting_fields
 from commlib.p2p.lanes.keep_alive import KeepAlive
 from commlib.p2p.lanes.sender import LONGEST_BYTES, go_on, halt
 from commlib.p2p.rendezvous import Address, Rendezvous
 from commlib.transport.base import Transport
 
-take, look_into = entry_point(ring_take.take, 3), entry_point(ring_take.look)
+take, look_into = entry_point("ring_take.take", 3), entry_point("ring_take.look")
 _post, _query, _withdraw, _forget = (
-    entry_point(ring_posts.post, 4),
-    entry_point(ring_posts.read_field, 3),
-    entry_point(ring_posts.withdraw, 2),
-    entry_point(ring_posts.forget, 2),
+    entry_point("ring_posts.post", 4),
+    entry_point("ring_posts.read_field", 3),
+    entry_point("ring_posts.withdraw", 2),
+    entry_point("ring_posts.forget", 2),
 )
 _move_posts, _renew_aside, _aside_units = (
-    entry_point(ring_posts.move_posts, 3),
-    entry_point(ring_unexpected.move_unexpected, 4),
-    entry_point(ring_unexpected.unexpected_units),
+    entry_point("ring_posts.move_posts", 3),
+    entry_point("ring_unexpected.move_unexpected", 4),
+    entry_point("ring_unexpected.unexpected_units"),
 )
 
 LETTER = "lane"
@@ -72,7 +72,7 @@ class RingReceiver:
             status = look_into(self.at)
             if status == ring.FULL:
                 self._make_room_aside()
-            elif status == ring_take.DRAINED or (status == ring.WAITING and number == 0):
+            elif status == ring.DRAINED or (status == ring.WAITING and number == 0):
                 if not self._follow(number):
                     return
             else:

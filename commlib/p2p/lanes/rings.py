@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from commlib.buffers.peer_memory import PeerMemory
-from commlib.kernels.host import shm_ring as kernels
+from commlib.kernels.fields import shm_ring as kernels
 
 
 class ShmRing:

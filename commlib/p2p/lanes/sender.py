@@ -9,18 +9,18 @@ import numpy as np
 
 from commlib.buffers.peer_memory import MemoryPlace
 from commlib.buffers.views import address_of
-from commlib.kernels.host import arrays, ring_put
-from commlib.kernels.host import shm_ring as kernels
-from commlib.kernels.host.node import entry_point
+from commlib.kernels.fields import arrays
+from commlib.kernels.fields import shm_ring as kernels
+from commlib.kernels.machine_code import entry_point
 from commlib.p2p.channels.node_end import waiting_fields
 from commlib.p2p.lanes.keep_alive import KeepAlive
 from commlib.p2p.lanes.rings import RingRegistry
 from commlib.p2p.lanes.send_pieces import CopiedPiece, SendPieces
 from commlib.transport.base import Request, Transport
 
-put, has_moved = entry_point(ring_put.put, 3), entry_point(kernels.has_moved, 2)
-_put_bytes, _announce = entry_point(ring_put.put_bytes, 4), entry_point(ring_put.announce, 4)
-go_on, halt = entry_point(kernels.follow_ring, 6), entry_point(kernels.halt, 2)
+put, has_moved = entry_point("ring_put.put", 3), entry_point("shm_ring.has_moved", 2)
+_put_bytes, _announce = entry_point("ring_put.put_bytes", 4), entry_point("ring_put.announce", 4)
+go_on, halt = entry_point("shm_ring.follow_ring", 6), entry_point("shm_ring.halt", 2)
 
 # Units of the first ring and of the largest ring.
 _UNITS, _MOST_UNITS = 4096, 1 << 18

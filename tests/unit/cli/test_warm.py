@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from commlib.cli import warm
-from commlib.kernels import precompile
-from commlib.kernels.host import cache
+from commlib.kernels import cache, precompile
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +34,7 @@ def test_all_kernels_are_cached(cached: set[str]) -> None:
 
 
 WORK = """
-from commlib.kernels.host import cache
+from commlib.kernels import cache
 read, asked = cache.read, set()
 def reading(name):
     asked.add(name)
@@ -88,7 +87,7 @@ def cpu_name() -> Any:
 
 NOWHERE = """
 import sys
-from commlib.kernels.host import cache
+from commlib.kernels import cache
 here = cache.Path(sys.argv[1])
 cache.candidates = lambda: iter([here])
 sys.argv[1:] = ["warm"]

@@ -14,7 +14,7 @@ from commlib.compress.memory import Memory
 from commlib.compress.schemes.all_to_all import AllToAll
 from commlib.devices.host import HOST
 from commlib.errors import UsageError
-from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.reductions import reduction
 from tests.bodies.loopback import run
 from tests.late import LATE
 
@@ -29,7 +29,7 @@ COSTS = (0.5e-9, 0.3e-9) * 2  # seconds per element to encode and to decode: bfl
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """Compile kernels here: ranks would have too little time."""
-    reduce_function("float64", "max")
+    reduction("float64", "max")
     for codec in Auto().codecs:
         measure_cost(codec, Memory(HOST, unwatched))
 

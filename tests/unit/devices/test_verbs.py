@@ -12,7 +12,7 @@ from commlib.collectives.device.staging_queue import StagingQueue
 from commlib.config.settings import Config
 from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import MismatchError, StallError, UsageError
-from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.reductions import reduction
 from commlib.runtime.work import DeviceWork
 from commlib.schedule import algorithms
 from tests.bodies import checks
@@ -30,7 +30,7 @@ layouts = pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "".join(ma
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     for dtype, op in REDUCIBLE:
-        reduce_function(dtype, kernel_operation(dtype, op))
+        reduction(dtype, kernel_operation(dtype, op))
 
 
 @pytest.fixture

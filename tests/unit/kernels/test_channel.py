@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from commlib.kernels.host import arrays
-from commlib.kernels.host import channel as kernels
-from commlib.kernels.host.node import entry_point
+from commlib.kernels.fields import arrays
+from commlib.kernels.fields import channel as kernels
+from commlib.kernels.machine_code import entry_point
 
-put, take, back = entry_point(kernels.put, 2), entry_point(kernels.take), entry_point(kernels.release, 2)
+put, take, back = entry_point("channel.put", 2), entry_point("channel.take"), entry_point("channel.release", 2)
 
 
 class Pair:

@@ -17,8 +17,8 @@ import pytest
 from commlib.config.settings import Config
 from commlib.errors import MismatchError, StallError
 from commlib.execution.reduce_function import ReduceFunction
-from commlib.kernels.host import node as kernels
-from commlib.kernels.host.reduce import reduce_function
+from commlib.kernels.host.node import own_share
+from commlib.kernels.reductions import reduction
 from commlib.node.board import NodeBoard
 from commlib.node.collective import NodeCollective
 from commlib.transport.loopback import transports
@@ -137,11 +137,11 @@ class SlowOp:
 @pytest.mark.parametrize("second", [100, 600], ids=["small", "large"])
 def test_a_fast_rank_does_not_overwrite_data_of_a_slow_reader(first, second, epochs):
     """A small call was followed by a large one, which wrote into the slot that the slow rank was still reading."""
-    real = reduce_function("float64", "sum")
+    real = reduction("float64", "sum")
 
     def slow(*arguments: int) -> None:
         time.sleep(0.02)
-        real.ctypes(*arguments)
+        real.call(*arguments)
 
     slow_function = ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * 7)(slow)
 
@@ -161,7 +161,7 @@ def test_a_fast_rank_does_not_overwrite_data_of_a_slow_reader(first, second, epo
 
 
 def test_shares_cover_all_elements_once_in_whole_cache_lines():
-    share = kernels.own_share
+    share = own_share
     for count in (0, 1, 7, 8, 63, 64, 65, 1000, 4097):
         for item in (1, 2, 4, 8, 16):
             for size in (1, 2, 3, 5, 8):

@@ -8,11 +8,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numba
 import pytest
 
 from commlib import folders
-from commlib.kernels.host import cache
+from commlib.kernels import cache
 
 
 def forget() -> None:
@@ -25,7 +24,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """This user's own cache folder. The folders of the node are empty."""
     monkeypatch.setattr(folders, "user_cache", lambda: tmp_path / "home" / "commlib")
     monkeypatch.setattr(cache, "node_folders", lambda: iter([]))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.delenv("COMMLIB_KERNELS", raising=False)
     forget()
     yield tmp_path / "home" / "commlib"

@@ -11,7 +11,8 @@ import pytest
 from commlib.dtypes import NUMPY, kernel_operation
 from commlib.errors import UsageError
 from commlib.execution.reduce_function import ReduceFunction
-from commlib.kernels.host.reduce import BLOCK, reduce_function
+from commlib.kernels.host.reduce import BLOCK
+from commlib.kernels.reductions import reduction
 from tests.oracles.oracle import REDUCIBLE, assert_same, combined, values
 
 LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
@@ -31,7 +32,7 @@ def reduce(
     tables = [np.array([array.ctypes.data for array in arrays], np.int64) for arrays in (inputs, outputs)]
     if count is None:
         count = len(inputs[0])
-    function = reduce_function(dtype, kernel_operation(dtype, op)).ctypes
+    function = reduction(dtype, kernel_operation(dtype, op)).call
     if divisor is None:
         divisor = len(inputs)
     function(tables[0].ctypes.data, len(inputs), tables[1].ctypes.data, len(outputs), offset, count, divisor)

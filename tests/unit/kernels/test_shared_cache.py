@@ -17,7 +17,7 @@ HOSTS = 3
 # Writes every kernel again and again, whole or cut off by a kill, while others read.
 WRITER = """
 import os, sys
-from commlib.kernels.host import cache
+from commlib.kernels import cache
 print(cache.folder(), flush=True)
 payload = os.urandom(16) * 20_000
 while True:
@@ -27,7 +27,7 @@ while True:
 
 READER = """
 import sys
-from commlib.kernels.host import cache
+from commlib.kernels import cache
 found = 0
 while found < 400:
     for name in ("a", "b"):

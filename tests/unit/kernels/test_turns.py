@@ -17,11 +17,11 @@ from pathlib import Path
 import numba
 import pytest
 
-from commlib.kernels.host import cache, compile_lock
+from commlib.kernels import cache, compile_lock
 
 HOLDER = """
 import time
-from commlib.kernels.host import compile_lock
+from commlib.kernels import compile_lock
 with compile_lock.lock_compilation("kernel", lambda: False):
     print("compiling", flush=True)
     time.sleep(600)

@@ -10,7 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from commlib.kernels.host import node as kernels
+from commlib.kernels.fields import node as kernels
+from commlib.kernels.machine_code import entry_point
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_a_wait_on_a_shared_core_returns_soon(crowded_core):
     call = np.zeros(kernels.CALL_FIELDS, np.int64)
     call[kernels.CONTROL], call[kernels.YIELDS], call[kernels.NAPS] = control.ctypes.data, 2000, 2
     call[kernels.NAP_MICROSECONDS] = 50
-    barrier = kernels.entry_point(kernels.barrier)
+    barrier = entry_point("node.barrier")
     began = time.monotonic()
     assert barrier(call.ctypes.data) == kernels.WAITING
     assert time.monotonic() - began < 1

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from commlib import folders
-from commlib.kernels.host.cache import MARK, folder, node_folders, open_own, shared_log_level
+from commlib.kernels.cache import MARK, folder, node_folders, open_own, shared_log_level
 
 log = logging.getLogger("commlib")
 

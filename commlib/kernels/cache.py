@@ -8,6 +8,7 @@ its code. A file is read only if nobody else can have changed it, and if it is c
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -19,12 +20,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import llvmlite
-import numba
 import numpy as np
 
 from commlib import folders
@@ -46,23 +45,30 @@ def digest(*texts: bytes) -> str:
 @cache
 def stamp() -> str:
     """Return a digest of everything that all compiled kernels depend on: their sources, Python, numpy and numba."""
-    sources = (item for item in resources.files(__package__).iterdir() if item.name.endswith(".py"))
+    here = Path(__file__).parent
+    sources = sorted(path for folder in ("host", "fields") for path in (here / folder).glob("*.py"))
     versions = (
         platform.python_version(),
         str(sysconfig.get_config_var("SOABI")),
         np.__version__,
-        numba.__version__,
         llvmlite.__version__,
     )
-    return digest(*map(str.encode, versions), *(item.read_bytes() for item in sorted(sources, key=lambda x: x.name)))
+    return digest(*map(str.encode, versions), _numba_version(), *(path.read_bytes() for path in sources))
+
+
+def _numba_version() -> bytes:
+    """Return what tells numba's version. Importing it would take 0.3 s."""
+    spec = importlib.util.find_spec("numba")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).with_name("_version.py").read_bytes()
 
 
 def candidates() -> Iterator[Path]:
     """Yield the folders to try: from the settings, in the user's cache, and local to the node."""
     if given := os.environ.get("COMMLIB_KERNELS"):
         yield Path(given).absolute()
-    if numba.config.CACHE_DIR:
-        yield Path(numba.config.CACHE_DIR) / "commlib"
+    if given := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(given) / "commlib"
     yield folders.user_cache()
     yield from node_folders()
 

@@ -1,0 +1,1 @@
+"""Fields: the numbers by which Python and compiled code find their common data. They need no compiler."""
