@@ -22,7 +22,7 @@ from commlib.kernels import cache as stored
 from commlib.kernels.fields.arrays import are_where_expected
 from commlib.kernels.fields.builtins import ADDRESS, ARGUMENTS, FUNCTION_FIELDS, HOLDS_LOCK
 
-_HAS_BUILTINS = are_where_expected()
+HAS_BUILTINS = are_where_expected()
 _BUILTIN = "builtins.call"
 _FASTCALL = 0x0080  # METH_FASTCALL
 _loading = threading.RLock()
@@ -139,7 +139,7 @@ def builtin(code: int, fields: Any, name: str) -> Callable[..., Any]:
 
 
 def _as_builtin(name: str, code: int, arguments: int, holds_lock: bool) -> Callable[..., Any]:
-    if not _HAS_BUILTINS:  # another layout of numpy arrays, or another Python
+    if not HAS_BUILTINS:  # another layout of numpy arrays, or another Python
         kind = ctypes.PYFUNCTYPE if holds_lock else ctypes.CFUNCTYPE
         return kind(ctypes.c_int64, *[ctypes.c_int64] * arguments)(code)
     fields = np.zeros(FUNCTION_FIELDS, np.int64)

@@ -18,6 +18,7 @@ from commlib.buffers.views import address_of
 from commlib.execution.reduce_function import ReduceFunction
 from commlib.kernels.fields import call_routes
 from commlib.kernels.fields import node as kernels
+from commlib.kernels.machine_code import address as code_address
 from commlib.kernels.machine_code import entry_point
 from commlib.node.context import NodeContext
 from commlib.node.signature import signature
@@ -212,7 +213,7 @@ class NodeCollective(CompiledCall):
         bound._address = address_of(bound._route)
         staged, symmetric = (address_of(call) for call in bound._calls)
         bound._set_route(STAGED=staged, SYMMETRIC=symmetric, ACTIVE=0)
-        return Plan(bound, x, target, value, deliver, _run)
+        return Plan(bound, x, target, value, deliver, code_address("call_routes.run"))
 
     def perform(self, x: Any, target: Any) -> Any:
         self.run_at(address_of(x), address_of(target))

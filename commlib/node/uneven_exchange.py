@@ -12,6 +12,7 @@ from commlib.buffers.views import address_of
 from commlib.dtypes import Array
 from commlib.errors import CommlibError, MismatchError, TransportError, UsageError
 from commlib.kernels.fields import node, uneven_exchange
+from commlib.kernels.machine_code import address as code_address
 from commlib.kernels.machine_code import entry_point
 from commlib.node.collective import ARRAYS_ARE_WHERE_EXPECTED, yield_core
 from commlib.node.context import NodeContext
@@ -78,7 +79,7 @@ class UnevenExchange(CompiledCall):
         bound = self._clone()
         bound._out = out
         bound._place(x, parts)
-        return Plan(bound, x, parts, value, None, _run)
+        return Plan(bound, x, parts, value, None, code_address("uneven_exchange.run"))
 
     def _clone(self) -> UnevenExchange:
         """Return another instance, which can run at the same time."""

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-# The code objects of methods that take `running`. They have the group's Progress in `self._progress`. They may have a
-# local `step`; None means that they call another such method, which takes it.
+# The code objects of methods that take `running`. They have the group's Progress in `self._progress`.
 _CLAIMING: set[CodeType] = set()
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -29,7 +28,6 @@ def is_claimed_here(progress: object) -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code in _CLAIMING:
-            names = frame.f_locals
-            calls += names["self"]._progress is progress and names.get("step", calls) is not None
+            calls += frame.f_locals["self"]._progress is progress
         frame = frame.f_back
     return calls > 1  # one of them is the current call, which does not hold it

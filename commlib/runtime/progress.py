@@ -25,6 +25,7 @@ from commlib.observe.journal import Journal
 from commlib.observe.recorder import Record, Recorder
 from commlib.process import forks
 from commlib.runtime.claims import is_claimed_here
+from commlib.runtime.gate import Gate
 from commlib.runtime.started_operations import StartedOperations
 from commlib.runtime.work import Failures, Work
 
@@ -79,15 +80,32 @@ class Progress:
         self.busy = 0
         """Id of the thread in which an operation waits, or may wait; 0: none. Written by the holder of `running`."""
         self.raised: BaseException | None = None  # exception that the current operation raised
-        self._broken = False  # True: an interrupted thread may still hold `running`; every operation fails at once
+        self.gate = Gate(self.running, self.flight.append)
+        self._is_broken = False  # True: an interrupted thread may still hold `running`; every operation fails at once
         self._may_miscount = False  # True: an exception may have skipped an update of `pending`
-        self.pending = 0
-        """Number of operations that are started, queued, or running on the thread, plus RECORDED. Read while `running`
-        is held: while it is 0 a call may run in its caller's thread, and is not recorded."""
         self.thread: threading.Thread | None = None  # until the first queued operation
         self._closed, self._why_closed = False, ""
         self.current = ""  # text of the operation on the thread, for messages
         self.in_background = False  # True while an operation runs on the thread
+
+    @property
+    def pending(self) -> int:
+        """Number of operations that are started, queued, or running on the thread, plus RECORDED.
+
+        Read while `running` is held: while it is 0 a call may run in its caller's thread, and is not recorded.
+        """
+        return self.gate.pending.value
+
+    @pending.setter
+    def pending(self, number: int) -> None:
+        self.gate.pending.value = number
+
+    @property
+    def _broken(self) -> bool:
+        if self.gate.is_lost and not self._is_broken:
+            self._is_broken = self._may_miscount = True
+            self._interrupted("a call", KeyboardInterrupt())
+        return self._is_broken
 
     def record(self, recorder: Recorder | None) -> None:
         """Record operations with `recorder` from now on; None: stop recording."""
@@ -116,7 +134,7 @@ class Progress:
         if ours or error is self.raised:  # raised within an operation: `running` is held
             self.running.release()
         else:
-            self._broken = True
+            self._is_broken = True
         self.raised = None
         if not ours:
             self._may_miscount = True

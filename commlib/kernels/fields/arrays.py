@@ -10,6 +10,7 @@ from commlib.dtypes import NUMPY
 
 # Offsets of the array fields that kernels read (PyArrayObject_fields, after the object header), and three array flags.
 _HEAD = object.__basicsize__
+TYPE = _HEAD - 8
 DATA, NDIM, SHAPE, DESCR, FLAGS = _HEAD, _HEAD + 8, _HEAD + 16, _HEAD + 40, _HEAD + 48
 C_CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400
 
@@ -28,7 +29,8 @@ def are_where_expected() -> bool:
     shape = (ctypes.c_int64 * 3).from_address(ctypes.c_int64.from_address(at + SHAPE).value)
     every = C_CONTIGUOUS | ALIGNED | WRITEABLE
     return (
-        ctypes.c_int64.from_address(at + DATA).value == probe.ctypes.data
+        ctypes.c_int64.from_address(at + TYPE).value == id(np.ndarray)
+        and ctypes.c_int64.from_address(at + DATA).value == probe.ctypes.data
         and ctypes.c_int32.from_address(at + NDIM).value == 3
         and tuple(shape) == probe.shape
         and ctypes.c_int64.from_address(at + DESCR).value == id(probe.dtype)
