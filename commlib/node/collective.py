@@ -80,6 +80,7 @@ class Exchange:
     order; in a reduction only this rank's entry counts, because all are equal. longest: bytes of the longest part of
     any rank. offsets: byte offset in each rank's array, of `nbytes`, of the part for this rank; None: do not look
     whether the arrays are symmetric. in_target: these arrays are the results, and the ranks publish parts of them.
+    operands: of a reduction, the number of ranks, from the first on, whose parts are combined; None: all.
     """
 
     sends: Sequence[Range]
@@ -88,6 +89,7 @@ class Exchange:
     offsets: Sequence[int] | None = None
     nbytes: int = 0
     in_target: bool = False
+    operands: int | None = None
 
     @classmethod
     def broadcast(cls, nbytes: int, root: int, rank: int, size: int) -> Exchange:
@@ -172,6 +174,7 @@ class NodeCollective(CompiledCall):
             TAKE=0 if parts == 1 else board.rank,
             LONGEST=exchange.longest,
             ITEM_BYTES=1,
+            OPERANDS=board.size if exchange.operands is None else exchange.operands,
         )
         self._set_reduce_op(op)
 

@@ -52,8 +52,9 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CALLS, CONTROL_FIELDS = ran
     RECV_LENGTHS,
     ROOT,  # of a broadcast
     COUNTS,  # 1 for a user call, 0 for a part of one
+    OPERANDS,  # of a reducing exchange: the number of ranks, from the first on, whose parts are combined
     CALL_FIELDS,
-) = range(30)
+) = range(31)
 
 # Offset of the data address in a numpy array: it is the first field of the C struct, after the object header.
 DATA = object.__basicsize__

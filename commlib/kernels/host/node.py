@@ -52,6 +52,7 @@ from commlib.kernels.fields.node import (
     MISMATCH,
     NAP_MICROSECONDS,
     NAPS,
+    OPERANDS,
     OUTPUTS,
     PARITY,
     PART_BYTES,
@@ -335,7 +336,7 @@ def exchange_symmetric(address: int) -> int:
                 _move(call[TARGET] + offsets[peer], inputs[peer], lengths[peer])
         elif lengths[rank] > 0:
             _table(call[OUTPUTS], 1)[0] = call[TARGET] + offsets[rank]
-            _reduce_share(call, size, 1, 0, lengths[rank] // call[ITEM_BYTES])
+            _reduce_share(call, call[OPERANDS], 1, 0, lengths[rank] // call[ITEM_BYTES])
     return _leave(call, control, status)
 
 
@@ -409,7 +410,7 @@ def exchange_staged(address: int) -> int:
             inputs[rank] = own
             _table(call[OUTPUTS], 1)[0] = call[TARGET] + to_offsets[rank] + position
             count = min(room, to_lengths[rank] - position) // item
-            ins.call_reduce(call[REDUCE], call[INPUTS], size, call[OUTPUTS], 1, 0, count, call[DIVISOR])
+            ins.call_reduce(call[REDUCE], call[INPUTS], call[OPERANDS], call[OUTPUTS], 1, 0, count, call[DIVISOR])
         call[POSITION] = position + room
         if call[POSITION] >= call[LONGEST]:
             call[POSITION] = 0
