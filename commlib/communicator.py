@@ -237,7 +237,7 @@ class Communicator:
             >>> comm.ways("cuda")  # doctest: +SKIP
             ('node', 'nccl', 'host')
         """
-        names = self._calls.open_device_paths(device_named(device, "ways") if isinstance(device, str) else device)
+        names = self._calls.open_paths(device_named(device, "ways") if isinstance(device, str) else device)
         return cast(tuple[AlgorithmName, ...], names)
 
     # Reductions

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlib.collectives.device.table import order_by_times
+from commlib.collectives import call_table
+from commlib.collectives.host.message_call import MessageCall
+from commlib.collectives.paths import Path, order_by_times
 from commlib.communicator import Communicator
 from commlib.config.settings import Config
 from commlib.cost.chooser import Chooser
@@ -109,26 +111,20 @@ def test_available_paths_are_listed(
     assert paths == [expected] * size
 
 
-class StandIn:
+class StandIn(Path):
     """An available stand-in for the NCCL path, which records its calls."""
 
-    name, refusal, is_open, only_queues = "nccl", "", True, False
+    name, takes_devices = "nccl", True
 
-    def __init__(self, group: Any, device: Any) -> None:
-        self._size = group.size
+    def refusal(self, context: Any, verb: Any, call: Any) -> str:
+        return ""
 
-    def takes(self, verb: Any, call: Any) -> bool:
-        return True
-
-    def open(self, text: str, on_wait: Any) -> bool:
-        return True
-
-    def run(self, verb: Any, call: Any) -> Any:
-        def run(x: Any, target: Any, on_wait: Any) -> None:
-            LATE.kernels.fill(target, self._size)
+    def compile(self, context: Any, verb: Any, call: Any) -> Any:
+        def run(x: Any, target: Any) -> None:
+            LATE.kernels.fill(target, context.group.size)
             used_calls.append(verb.name)
 
-        return run
+        return MessageCall(context.group, call.text, run)
 
 
 used_calls: list[str] = []
@@ -148,7 +144,8 @@ def test_nccl_comes_first_between_nodes_without_measurements(
     monkeypatch: pytest.MonkeyPatch, nodes: Any, timed: bool, by_nccl: bool
 ) -> None:
     """Paths on rails were preferred to NCCL, though they had never run on several GPUs."""
-    monkeypatch.setattr("commlib.collectives.device.table.Nccl", StandIn)
+    paths = tuple(StandIn() if path.name == "nccl" else path for path in call_table.PATHS)
+    monkeypatch.setattr(call_table, "PATHS", paths)
     used_calls.clear()
 
     def rank(comm: Communicator) -> None:
