@@ -97,8 +97,9 @@ class PathChoice:
 
 def find_paths(paths: Sequence[Path], context: PathContext, verb: Verb, call: Call) -> list[PathChoice]:
     """Return the paths that may run a call, best first. Raises UsageError if the call names one that cannot run it."""
-    # A group of one rank accepts the names of all its paths.
-    is_auto = call.algorithm in ("auto", "") or (context.group.size == 1 and call.algorithm in ("node", "hierarchical"))
+    if context.group.size == 1 and call.algorithm in ("node", "hierarchical"):
+        call = replace(call, algorithm="auto")  # one rank needs no path
+    is_auto = call.algorithm in ("auto", "")
     times = _measured(context, verb, call) if is_auto and not context.on_host else []
     rows = [
         path
@@ -110,23 +111,16 @@ def find_paths(paths: Sequence[Path], context: PathContext, verb: Verb, call: Ca
     accepting = [path for path, refusal in zip(rows, refusals, strict=True) if not refusal]
     if not accepting:
         raise UsageError(f"{verb.name}: algorithm {call.algorithm!r}: {refusals[0]}")
-    choices = [PathChoice(path, call) for path in accepting]
-    if times:
-        choices = _order(choices, times, algorithms(verb.name))
+    # Messages use the fastest schedule.
+    schedule = next((name for name in times if name in algorithms(verb.name)), call.algorithm)
+    choices = [
+        PathChoice(path, replace(call, algorithm=schedule) if path.name == "messages" else call) for path in accepting
+    ]
+    names = [choice.path.name if choice.call.algorithm == "auto" else choice.call.algorithm for choice in choices]
+    choices = [choices[number] for number in order_by_times(names, times)]
     # The others never run after one that is open.
     first_open = next((number for number, choice in enumerate(choices) if choice.path.is_open(context)), len(choices))
     return choices[: first_open + 1]
-
-
-def _order(choices: Sequence[PathChoice], times: Sequence[str], schedules: Sequence[str]) -> list[PathChoice]:
-    """Return the choices in the order of their times; messages use the fastest schedule."""
-    schedule = next((name for name in times if name in schedules), "")
-    names = [schedule if choice.path.name == "messages" else choice.path.name for choice in choices]
-    ordered = [(choices[number], names[number]) for number in order_by_times(names, times)]
-    return [
-        replace(choice, call=replace(choice.call, algorithm=name)) if name == schedule else choice
-        for choice, name in ordered
-    ]
 
 
 def _measured(context: PathContext, verb: Verb, call: Call) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from commlib.collectives.context import PathContext
 from commlib.collectives.paths import PathChoice, Verb
@@ -15,6 +15,14 @@ from commlib.runtime.work import DeviceWork, Work
 
 _Given = tuple[Any, Stream, DeviceEvent | None]
 """An array, its caller's stream, and the event when it is ready; None: queue the call on the caller's stream."""
+
+
+class InnerCall(Protocol):
+    """The part of a device call that runs within its staging queue's order, on this thread's current stream."""
+
+    def perform(self, x: Any, target: Any) -> Any:
+        """Run the call and return its value."""
+        ...
 
 
 class DeviceCall(CompiledCall):
@@ -29,19 +37,16 @@ class DeviceCall(CompiledCall):
         self,
         context: PathContext,
         text: str,
-        inner: CompiledCall | None = None,
+        inner: InnerCall | None = None,
         *,
         verb: Verb | None = None,
         choices: Sequence[PathChoice] = (),
     ) -> None:
-        """inner: the call that runs within the staging queue's order; None: by the first of `choices` that opens.
-
-        If its path is not open yet, the first call of all ranks opens it.
-        """
+        """inner: the call; None: `verb` by the first of `choices` that opens. The first call of all ranks opens it."""
         super().__init__(context.group.progress, text)
         self._context, self._inner, self._verb, self._choices = context, inner, verb, choices
         # It blocks inside MPI, so it runs on the progress thread: nothing can interrupt it.
-        self._blocks = any("native" in (choice.path.name, choice.call.algorithm) for choice in choices)
+        self._blocks = bool(choices) and any("native" in (one.path.name, one.call.algorithm) for one in choices)
         # Then a blocking call queues its work on the caller's stream, which saves four events.
         self._only_queues = False
         if choices and choices[0].path.is_open(context):
@@ -89,7 +94,7 @@ class DeviceCall(CompiledCall):
         why = refused.path.refusal(self._context, verb, refused.call)
         raise UsageError(f"{verb.name}: algorithm {refused.call.algorithm!r}: {why}")
 
-    def _choose(self, choice: PathChoice) -> CompiledCall:
+    def _choose(self, choice: PathChoice) -> InnerCall:
         assert self._verb is not None
         self._inner = choice.path.compile(self._context, self._verb, choice.call)
         self._only_queues = choice.path.only_queues

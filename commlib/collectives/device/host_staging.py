@@ -7,11 +7,12 @@ out and the previous piece back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from commlib.collectives.call import Call
 from commlib.collectives.context import PathContext
+from commlib.collectives.device.call import InnerCall
 from commlib.collectives.device.staging_queue import StagingQueue
 from commlib.collectives.paths import Path, Verb, find_paths
 from commlib.devices.array import DeviceArray
@@ -124,32 +125,23 @@ class StagedPieces(CompiledCall):
         return block, stream.record()
 
 
-class StagedResult(CompiledCall):
+@dataclass(frozen=True, slots=True)
+class StagedResult:
     """Does the same for a call that allocates its result: an array, or a tuple of it and host values.
 
     out: the array to copy the result of a tuple to; None: a new one.
     """
 
-    __slots__ = ("_inner", "_out", "_queue")
-
-    def __init__(self, context: PathContext, inner: CompiledCall, out: DeviceArray | None) -> None:
-        super().__init__(context.group.progress, inner.text)
-        self._queue, self._inner, self._out = context.queue, inner, out
+    queue: StagingQueue
+    inner: InnerCall
+    out: DeviceArray | None = None
 
     def perform(self, x: Any, target: Any) -> Any:
-        source = copy_out(self._queue, x)
-        value = self._inner.perform(source, source)
+        source = copy_out(self.queue, x)
+        value = self.inner.perform(source, source)
         if isinstance(value, tuple):
-            return copy_back(self._queue, value[0], x.stream, self._out), *value[1:]
-        return copy_back(self._queue, value, x.stream)
-
-
-def make_device_call(context: PathContext, inner: CompiledCall, out: DeviceArray | None = None) -> CompiledCall:
-    """Return a call on device arrays by a host call that allocates its result, staged unless messages carry them.
-
-    It runs within a DeviceCall. out: see `StagedResult`.
-    """
-    return inner if context.group.transport.accepts(context.device.name) else StagedResult(context, inner, out)
+            return copy_back(self.queue, value[0], x.stream, self.out), *value[1:]
+        return copy_back(self.queue, value, x.stream)
 
 
 def reads_and_writes(verb: Verb, call: Call, rank: int) -> tuple[bool, bool]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from commlib.collectives.device.call import InnerCall
 from commlib.collectives.device.peers import DevicePeers
 from commlib.collectives.host.gathering import gather_counts
 from commlib.collectives.operands import Result, allocate_like
@@ -15,22 +17,32 @@ from commlib.devices.array import DeviceArray
 from commlib.dtypes import Array
 from commlib.node.collective import NOTHING, Exchange, ranges
 from commlib.node.device_collective import exchange
-from commlib.runtime.compiled_call import CompiledCall
 from commlib.schedule.layout import uneven
 
 
-class NodeExchange(CompiledCall):
-    """Run `between` if the devices of the node can be connected, else `otherwise`. It runs within a DeviceCall."""
+@dataclass(frozen=True, slots=True)
+class NodeExchange:
+    """Runs `between` if the node's devices can be connected, within a call `text` of all ranks, else `otherwise`."""
 
-    __slots__ = ("_between", "_otherwise", "_peers")
-
-    def __init__(self, peers: DevicePeers, between: CompiledCall, otherwise: CompiledCall) -> None:
-        super().__init__(peers.group.progress, between.text)
-        self._peers, self._between, self._otherwise = peers, between, otherwise
+    peers: DevicePeers
+    text: str
+    between: InnerCall
+    otherwise: InnerCall
 
     def perform(self, x: Any, target: Any) -> Any:
-        call = self._otherwise if self._peers.open(self.text) is None else self._between
+        call = self.otherwise if self.peers.open(self.text) is None else self.between
         return call.perform(x, target)
+
+
+@dataclass(frozen=True, slots=True)
+class RowGather:
+    """Gathers the rows of all ranks between the devices of a node."""
+
+    peers: DevicePeers
+    text: str
+
+    def perform(self, x: Any, target: Any) -> Any:
+        return self.peers.group.perform_call(self.text, gather_rows, self.peers, self.text, x)
 
 
 def gather_rows(peers: DevicePeers, text: str, x: DeviceArray) -> Any:

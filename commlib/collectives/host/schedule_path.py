@@ -46,7 +46,7 @@ def choose(group: Group, verb: str, algorithm: str, size: int, nbytes: int, *, s
 
     sharing: how many such groups share a node's network card. Raises UsageError for an unknown algorithm.
     """
-    among = None if algorithm in ("auto", "node", "hierarchical") else (find(verb, algorithm).name,)
+    among = None if algorithm == "auto" else (find(verb, algorithm).name,)
     kind: LinkKind = "node" if group.one_node else "network"
     return group.runtime.chooser.choose(verb, size, nbytes, kind=kind, sharing=sharing, among=among)
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from commlib.collectives.call import Call
 from commlib.collectives.call_table import Calls, PreparedCall, return_value
-from commlib.collectives.device.call import DeviceCall
-from commlib.collectives.device.host_staging import make_device_call
-from commlib.collectives.device.uneven_exchange import NodeExchange, gather_rows
+from commlib.collectives.device.call import DeviceCall, InnerCall
+from commlib.collectives.device.host_staging import StagedResult
+from commlib.collectives.device.uneven_exchange import NodeExchange, RowGather
 from commlib.collectives.host.gathering import gather_counts, gather_parts
 from commlib.collectives.host.message_call import MessageCall
 from commlib.collectives.operands import allocate_like, rows, source
@@ -36,8 +36,7 @@ def all_gather_v(calls: Calls, x: Any) -> PreparedCall:
     if type(array) is not DeviceArray:
         return PreparedCall(call, array, array, return_value, x=x)
     context = calls.on(array.device)
-    inner = make_device_call(context, call)
+    inner: InnerCall = call if group.transport.accepts(device) else StagedResult(context.queue, call)
     if context.peers.may_exchange:
-        between = MessageCall(group, text, lambda x, _: gather_rows(context.peers, text, x), flat=False)
-        inner = NodeExchange(context.peers, between, inner)
+        inner = NodeExchange(context.peers, text, RowGather(context.peers, text), inner)
     return PreparedCall(DeviceCall(context, text, inner), array, array, return_value, x=x)

@@ -11,8 +11,8 @@ import numpy as np
 
 from commlib.collectives.call import Call
 from commlib.collectives.call_table import Calls, check_bound
-from commlib.collectives.device.call import DeviceCall
-from commlib.collectives.device.host_staging import make_device_call
+from commlib.collectives.device.call import DeviceCall, InnerCall
+from commlib.collectives.device.host_staging import StagedResult
 from commlib.collectives.device.peers import DevicePeers
 from commlib.collectives.device.uneven_exchange import NodeExchange, exchange_rows
 from commlib.collectives.host.message_call import MessageCall
@@ -119,11 +119,14 @@ def all_to_all_v(calls: Calls, x: Any, splits: Any, takes: Any, out: Any) -> Une
         direct = group.transport.accepts(call.device)
         inner = _MessageExchange(group, call.text) if direct else _compile(group, call.text, *kind, known)
         whole = _DeviceExchange(group, inner, deal if direct else RowCounts(sending, taking, None), target)
-        context = calls.on(array.device)
-        staged = make_device_call(context, whole, None if target is None else target.array)
+        context, text = calls.on(array.device), whole.text
+        moved: InnerCall = whole
+        if not direct:
+            moved = StagedResult(context.queue, whole, None if target is None else target.array)
         if context.peers.may_exchange:
-            staged = NodeExchange(context.peers, _ExchangeBetweenDevices(context.peers, call.text, deal), staged)
-        return UnevenCall(DeviceCall(context, staged.text, staged), array, array, deal, x)
+            text = call.text + _COUNTED * known
+            moved = NodeExchange(context.peers, text, _ExchangeBetweenDevices(context.peers, text, deal), moved)
+        return UnevenCall(DeviceCall(context, text, moved), array, array, deal, x)
     compiled = _compile(group, call.text, *kind, known)
     if isinstance(compiled, UnevenExchange):
         calls.uneven[array.dtype, array.shape[1:], known] = compiled
@@ -219,19 +222,18 @@ class _Opening(CompiledCall):
         return result_of(self._made.perform(x, parts), parts)
 
 
-class _ExchangeBetweenDevices(CompiledCall):
+@dataclass(frozen=True, slots=True)
+class _ExchangeBetweenDevices:
     """The exchange between the devices of a node for one rank's counts."""
 
-    __slots__ = ("_deal", "_peers")
-
-    def __init__(self, peers: DevicePeers, text: str, deal: RowCounts) -> None:
-        super().__init__(peers.group.progress, text + _COUNTED * (deal.takes is not None))
-        self._peers, self._deal = peers, deal
+    peers: DevicePeers
+    text: str
+    deal: RowCounts
 
     def perform(self, x: Any, target: Any) -> Any:
-        group, deal = self._peers.group, self._deal
+        group, deal = self.peers.group, self.deal
         result, received = group.perform_call(
-            self.text, exchange_rows, self._peers, self.text, x, deal.splits, deal.takes, deal.result
+            self.text, exchange_rows, self.peers, self.text, x, deal.splits, deal.takes, deal.result
         )
         counts = received.tolist()
         if deal.takes is not None and counts != deal.takes:
