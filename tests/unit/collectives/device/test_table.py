@@ -107,7 +107,7 @@ def test_available_paths_are_listed(
 ) -> None:
     monkeypatch.setattr(LATE, "has_reach", is_reached)
     size = 2 if nodes is None else len(nodes)
-    paths = run(size, lambda comm: comm.ways(LATE), config=config, devices=devices, nodes=nodes)
+    paths = run(size, lambda comm: comm.paths(LATE), config=config, devices=devices, nodes=nodes)
     assert paths == [expected] * size
 
 
@@ -238,7 +238,7 @@ def test_an_unavailable_path_is_refused_by_name() -> None:
         with pytest.raises(UsageError, match="all_reduce has no algorithm 'host'"):
             comm.all_reduce(np.ones(3, np.float32), algorithm="host")
         with pytest.raises(UsageError, match="needs a device of kind 'lte', but this rank has none"):
-            comm.ways("lte")
+            comm.paths("lte")
         summed(comm)  # and the group stays usable
 
     run(2, rank, config=Config(timeout=10, device_peers=False))
@@ -254,10 +254,10 @@ def test_naming_different_paths_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nodes", "ways"),
+    ("devices", "nodes", "paths"),
     [((), None, {"node", "host"}), (("late",), None, {"node", "ring", "host"}), ((), [0, 0, 1, 1], {"hierarchical"})],
 )
-def test_paths_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: Any, ways: set[str]) -> None:
+def test_paths_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: Any, paths: set[str]) -> None:
     """All ranks get the same table; a call takes the winner of its verb."""
     monkeypatch.setattr(measure, "DEVICE_SIZES", (1024, 4096))
     monkeypatch.setattr(stopwatch, "MOST_REPETITIONS", 1)
@@ -279,4 +279,4 @@ def test_paths_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes
         assert {t.up_to for t in entry.times} == {2048, 8192}
         assert "native" not in {t.algorithm for t in entry.times}  # there is no MPI
         if entry.verb == "all_reduce":
-            assert {t.algorithm for t in entry.times} >= ways
+            assert {t.algorithm for t in entry.times} >= paths
