@@ -75,7 +75,7 @@ class Communicator:
         self._channels, self._post = Channels(self.group, letters), Messenger(self.group, letters)
         for part in (self._channels, self._post, letters):  # the letters last: the others may still send some
             self.group.attach(part)
-        self._all_reduces = self._calls.all_reduces
+        self._gated = self._calls.gated
         self._subgroups = Subgroups(self.group, _of_group)
         self._barrier_plan: Plan | None = None
         self._labelled: dict[str, Communicator] = {}
@@ -212,7 +212,7 @@ class Communicator:
         if result is None:
             result = self._labelled[label] = copy.copy(self)
             result._calls = self._calls.labelled(label)
-            result._all_reduces = result._calls.all_reduces
+            result._gated = result._calls.gated
             result._labelled, result.cached = {}, {}
         return result
 
@@ -273,10 +273,13 @@ class Communicator:
             >>> comm.all_reduce(np.array([comm.rank]), "max")
             array([1])
         """
+        done = self._gated["all_reduce"].call(x, out, op, algorithm)
+        if done is not NotImplemented:
+            return done
         if type(x) is ndarray:
-            # Python's overhead dominates a small call: create no view, no string and no object here.
-            known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
+            known = self._calls.all_reduces.get((x.dtype, x.size, op, algorithm))
             if known is not None and (x.flags.carray if out is x else are_plain(x, out)):
+                self._calls.gate_all_reduce(known, x, op, algorithm)
                 return known.now(x, empty(x.shape, x.dtype) if out is None else out)
         elif out is not None and (prepared := self._calls.on_device(x, out, op, algorithm)) is not None:
             known, source, target = prepared
@@ -287,7 +290,7 @@ class Communicator:
     def all_reduce_async(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: AlgorithmName = "auto") -> Work:
         """Start `all_reduce`."""
         if type(x) is ndarray:
-            known = self._all_reduces.get((x.dtype, x.size, op, algorithm))
+            known = self._calls.all_reduces.get((x.dtype, x.size, op, algorithm))
             if known is not None and are_plain(x, out):
                 target = empty(x.shape, x.dtype) if out is None else out
                 return known.start(x, target, value=target)
@@ -352,10 +355,9 @@ class Communicator:
             >>> comm.reduce_scatter(np.ones((4, 2))).shape
             (2, 2)
         """
-        if type(x) is ndarray:
-            known = self._calls.plain("reduce_scatter", (x.dtype, x.shape, op, algorithm), x, out)
-            if known is not None:
-                return known
+        done = self._gated["reduce_scatter"].call(x, out, op, algorithm)
+        if done is not NotImplemented:
+            return done
         return reduce_scatter(self._calls, x, op, out, algorithm).run()
 
     def reduce_scatter_async(
@@ -447,6 +449,9 @@ class Communicator:
             >>> (total is None) == (comm.rank == 0)
             True
         """
+        done = self._gated["reduce"].call(x, out, op, root, algorithm)
+        if done is not NotImplemented:
+            return done
         return reduce(self._calls, x, op, root, out, algorithm).run()
 
     def reduce_async(
@@ -480,6 +485,9 @@ class Communicator:
             >>> int(comm.scan(np.array([10]))[0]) == 10 * (comm.rank + 1)
             True
         """
+        done = self._gated["scan"].call(x, out, op)
+        if done is not NotImplemented:
+            return done
         return scan(self._calls, "scan", x, op, out).run()
 
     def scan_async(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Work:
@@ -510,6 +518,9 @@ class Communicator:
             >>> before is None if comm.rank == 0 else int(before[0]) == 10
             True
         """
+        done = self._gated["exscan"].call(x, out, op)
+        if done is not NotImplemented:
+            return done
         return scan(self._calls, "exscan", x, op, out).run()
 
     def exscan_async(self, x: Any, op: ScanOp = "sum", *, out: Any = None) -> Work:
@@ -535,10 +546,9 @@ class Communicator:
             >>> comm.broadcast(np.full(2, comm.rank), root=1)
             array([1, 1])
         """
-        if type(x) is ndarray and type(root) is int:
-            known: Any = self._calls.plain("broadcast", (x.dtype, x.shape, root, algorithm), x, x)
-            if known is not None:
-                return known  # type: ignore[no-any-return]
+        done = self._gated["broadcast"].call(x, x, root, algorithm)
+        if done is not NotImplemented:
+            return done  # type: ignore[no-any-return]
         return broadcast(self._calls, x, root, algorithm).run()  # type: ignore[no-any-return]
 
     def broadcast_async(self, x: Any, root: int = 0, *, algorithm: AlgorithmName = "auto") -> Work:
@@ -568,10 +578,9 @@ class Communicator:
             >>> comm.all_gather(np.array([comm.rank, 7]))
             array([0, 7, 1, 7])
         """
-        if type(x) is ndarray:
-            known = self._calls.plain("all_gather", (x.dtype, x.shape, algorithm), x, out)
-            if known is not None:
-                return known
+        done = self._gated["all_gather"].call(x, out, algorithm)
+        if done is not NotImplemented:
+            return done
         return all_gather(self._calls, x, out, algorithm).run()
 
     def all_gather_async(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Work:
@@ -633,6 +642,9 @@ class Communicator:
             >>> rows is None if comm.rank else rows.tolist() == [0, 1]
             True
         """
+        done = self._gated["gather"].call(x, out, root, algorithm)
+        if done is not NotImplemented:
+            return done
         return gather(self._calls, x, root, out, algorithm).run()
 
     def gather_async(self, x: Any, root: int = 0, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Work:
@@ -701,10 +713,9 @@ class Communicator:
             >>> received.tolist() == [comm.rank, 10 + comm.rank]
             True
         """
-        if type(x) is ndarray:
-            known = self._calls.plain("all_to_all", (x.dtype, x.shape, algorithm), x, out)
-            if known is not None:
-                return known
+        done = self._gated["all_to_all"].call(x, out, algorithm)
+        if done is not NotImplemented:
+            return done
         return all_to_all(self._calls, x, out, algorithm).run()
 
     def all_to_all_async(self, x: Any, *, out: Any = None, algorithm: AlgorithmName = "auto") -> Work:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from commlib.collectives.call import Call
 from commlib.collectives.context import PathContext
 from commlib.collectives.device.call import DeviceCall
@@ -29,8 +27,10 @@ from commlib.devices.registry import find_named, lookup
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.group.group import Group
+from commlib.kernels.fields.gate import ANY_ARRAY, SAME_ARRAY
 from commlib.node.uneven_exchange import UnevenExchange
 from commlib.runtime.compiled_call import CompiledCall, Plan, Task
+from commlib.runtime.gate import GatedVerb
 from commlib.runtime.work import Work
 
 _HOST_PATHS: tuple[Path, ...] = (NativePath(), NodePath(), HierarchicalPath(), SchedulePath())
@@ -45,16 +45,10 @@ PATHS: tuple[Path, ...] = (
 )
 """All paths; "auto" uses the first that accepts the call: see `paths.find_paths`."""
 
+_GATED = "all_reduce", "reduce", "broadcast", "gather", "all_gather", "reduce_scatter", "all_to_all", "scan", "exscan"
+
 # The most compiled calls to keep for each verb.
 _MOST_KINDS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class CachedCall:
-    """A compiled call in the table, and the shape of its result; () if the result is `x` itself."""
-
-    compiled: CompiledCall
-    shape: tuple[int, ...]
 
 
 class Calls:
@@ -67,7 +61,9 @@ class Calls:
         self.group, self.label = group, label
         self.all_reduces: dict[Hashable, CompiledCall] = {}
         self.uneven: dict[Hashable, UnevenExchange] = {}
-        self._tables: defaultdict[str, dict[Hashable, CachedCall]] = defaultdict(dict)
+        self._tables: defaultdict[str, dict[Hashable, CompiledCall]] = defaultdict(dict)
+        self.gated = {name: GatedVerb(group.progress.gate, name) for name in _GATED}
+        """By verb: what runs small calls on plain arrays without Python."""
         self._contexts: dict[Any, PathContext] = {}
 
     def labelled(self, label: str) -> Calls:
@@ -76,18 +72,31 @@ class Calls:
         other._contexts = self._contexts
         return other
 
-    def find(self, verb: Verb, call: Call, key: Hashable, shape: tuple[int, ...] = ()) -> CompiledCall:
-        """Return the compiled call for `key`; compile it if it is new. `plain` finds it by the same key later."""
+    def find(
+        self,
+        verb: Verb,
+        call: Call,
+        key: tuple[Any, ...],
+        shape: tuple[int, ...] = (),
+        result: int = SAME_ARRAY,
+    ) -> CompiledCall:
+        """Return the compiled call for `key`; compile it if it is new.
+
+        key: the dtype and shape of the array, and the verb's other arguments in the order of its builtin. shape: that
+        of the result. result: see `kernels.fields.gate`.
+        """
         table = self._tables[verb.name]
-        key = (key, call.device) if call.device else key
-        known = table.get(key)
-        if known is not None:
-            return known.compiled
-        compiled = self._compile(verb, call)
-        if not isinstance(compiled, Opening):
+        full_key = (key, call.device) if call.device else key
+        compiled = table.get(full_key)
+        if compiled is None:
+            compiled = self._compile(verb, call)
+            if isinstance(compiled, Opening):
+                return compiled
             if len(table) >= _MOST_KINDS:
                 table.clear()
-            table[key] = CachedCall(compiled, shape)
+            table[full_key] = compiled
+        if not call.device and (gated := self.gated.get(verb.name)) is not None:
+            gated.add(compiled, key, shape, result)
         return compiled
 
     def on_device(
@@ -110,6 +119,11 @@ class Calls:
         ):
             return None
         return call, source.reshape(-1), target.reshape(-1)
+
+    def gate_all_reduce(self, compiled: CompiledCall, x: Array, op: str, algorithm: str) -> None:
+        """Let later all-reduces of such a plain array run without Python."""
+        if not isinstance(compiled, Opening):
+            self.gated["all_reduce"].add(compiled, (x.dtype, x.shape, op, algorithm), x.shape, ANY_ARRAY)
 
     def new_all_reduce(self, verb: Verb, call: Call, key: Hashable) -> CompiledCall:
         """Compile an all-reduce and add it to the table. Callers have looked `key` up in `all_reduces` before."""
@@ -143,26 +157,6 @@ class Calls:
         opening = Task(self.group.progress, text, lambda: [path.name for path in rows if path.open(context, text)])
         return tuple(dict.fromkeys(DeviceCall(context, text, opening).now(None, None)))
 
-    def plain(self, verb: str, key: Hashable, x: Array, out: Any) -> Array | None:
-        """Run a compiled call on plain numpy arrays; return its result, or None if the arrays need the full checks."""
-        known = self._tables[verb].get(key)
-        if known is None or not x.flags.c_contiguous:
-            return None
-        if out is None:
-            out = np.empty(known.shape, x.dtype)
-        elif out is x:
-            if known.shape or not x.flags.carray:
-                return None
-        elif (
-            type(out) is not np.ndarray
-            or out.dtype is not x.dtype
-            or out.shape != known.shape
-            or not out.flags.carray
-            or np.may_share_memory(x, out)
-        ):
-            return None
-        return known.compiled.now(x, out)  # type: ignore[no-any-return]
-
     def clear(self) -> None:
         """Drop all compiled calls, after the devices have finished the queued work."""
         for context in self._contexts.values():
@@ -171,6 +165,8 @@ class Calls:
         self.all_reduces.clear()
         self.uneven.clear()
         self._tables.clear()
+        for gated in self.gated.values():
+            gated.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,10 @@ class NodeCollective(CompiledCall):
         self._set(SIGNATURE=signature(text), COUNTS=int(counted))
         self._set_route(KIND=kind, STAGED=staged, SYMMETRIC=symmetric, RANKS=context.board.size, COUNTED=int(counted))
 
+    @property
+    def kernel(self) -> int:
+        return code_address("call_routes.run_on_arrays") if ARRAYS_ARE_WHERE_EXPECTED else 0
+
     def _set(self, **fields: int) -> None:
         for name, value in fields.items():
             self._calls[:, getattr(kernels, name)] = value

@@ -104,6 +104,11 @@ class CompiledCall:
         return self._progress.start(self.text, run, x)
 
     @property
+    def kernel(self) -> int:
+        """The address of the function that `_step` calls; 0 if the step is not a compiled function."""
+        return 0
+
+    @property
     def gate(self) -> Gate:
         """The gate of its group."""
         return self._progress.gate

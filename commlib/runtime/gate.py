@@ -10,11 +10,12 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.kernels.fields import gate as fields
-from commlib.kernels.machine_code import HAS_BUILTINS, address, builtin
+from commlib.kernels.machine_code import address, builtin
 
 _OBJECTS = np.zeros(fields.OBJECTS, np.int64)
 _OBJECTS[fields.NONE], _OBJECTS[fields.TRUE], _OBJECTS[fields.FALSE] = id(None), id(True), id(False)
 _OBJECTS[fields.NDARRAY], _OBJECTS[fields.NEW_ARRAY] = id(np.ndarray), id(np.empty)
+_OBJECTS[fields.NOT_HERE] = id(NotImplemented)
 OBJECTS_AT = address_of(_OBJECTS)
 
 
@@ -52,64 +53,63 @@ class Gate:
         self._fields[fields.HELD] = 0
 
 
+def _leave_to_python(*arguments: Any) -> Any:
+    return NotImplemented
+
+
 class GatedVerb:
-    """The builtin `call(x, out, *others)` of a verb. `otherwise` is the Python function for calls of unknown kinds."""
+    """The builtin `call(x, out, *others)` of a verb. It returns NotImplemented for calls that Python must handle.
 
-    def __init__(self, gate: Gate, otherwise: Callable[..., Any], name: str) -> None:
-        self.call = otherwise
-        self._kinds = np.zeros((fields.MOST_KINDS, fields.KIND_FIELDS), np.int64)
-        self._fields = _Fields.of(fields.VERB_FIELDS, self._kinds, gate, otherwise)
-        self._added: list[Any] = [None] * fields.MOST_KINDS
-        self._next = 0
-        for field, value in (
-            (fields.V_GATE, gate.at),
-            (fields.V_OBJECTS, OBJECTS_AT),
-            (fields.V_OTHERWISE, id(otherwise)),
-            (fields.V_KINDS, address_of(self._kinds)),
-        ):
-            self._fields[field] = value
-        if HAS_BUILTINS:
-            self.call = builtin(address("gate.run_verb"), self._fields, name)
+    The rows of its table are the kinds of call that it knows; others with the same row replace them.
+    """
 
-    def add(
-        self,
-        compiled: Any,
-        kernel: int,
-        dtype: Any,
-        shape: tuple[int, ...],
-        keys: tuple[Any, ...],
-        result: int,
-        result_shape: tuple[int, ...],
-    ) -> None:
-        """Add a kind of call: arrays of a dtype and shape, and the other arguments. The oldest of too many is dropped.
+    def __init__(self, gate: Gate, name: str) -> None:
+        self.call: Callable[..., Any] = _leave_to_python
+        self._gate, self._name = gate, name
+        self._kinds: Any = None  # until the first kind
+        self._added: dict[int, tuple[Any, ...]] = {}
 
-        kernel: the address of the compiled function that runs it, as `CompiledCall._step`. result: see the fields.
+    def add(self, compiled: Any, key: tuple[Any, ...], result_shape: tuple[int, ...], result: int) -> None:
+        """Add a kind of call: its dtype and shape, and then the other arguments. result: see `fields`.
+
+        Does nothing if the call has no compiled function for any arrays.
         """
-        if max(len(shape), len(result_shape)) > fields.MOST_DIMENSIONS or len(keys) > fields.MOST_KEYS:
+        dtype, shape, *others = key
+        dimensions = max(len(shape), len(result_shape))
+        if not compiled.kernel or dimensions > fields.MOST_DIMENSIONS or len(others) > fields.MOST_KEYS:
             return
+        if self._kinds is None:
+            self._kinds = np.zeros((fields.KINDS, fields.KIND_FIELDS), np.int64)
+            verb = _Fields.of(fields.VERB_FIELDS, self._kinds, self._gate, self._added)
+            verb[:] = self._gate.at, OBJECTS_AT, address_of(self._kinds)
+            self.call = builtin(address("gate.run_verb"), verb, self._name)
+        keys = [id(other) for other in others]
+        number = 0
+        for value in (id(dtype), *shape, *keys):
+            number = fields.mix(number, value)
+        number &= fields.KINDS - 1
+        if number in self._added and self._added[number][:2] == (compiled, key):
+            return  # the group was busy
+        resume = compiled.resume
         row = np.zeros(fields.KIND_FIELDS, np.int64)
-        resume, new_shape = compiled.resume, tuple(result_shape)
         row[fields.K_DTYPE], row[fields.K_DIMENSIONS] = id(dtype), len(shape)
         row[fields.K_SHAPE : fields.K_SHAPE + len(shape)] = shape
-        row[fields.K_KEYS : fields.K_KEYS + len(keys)] = [id(key) for key in keys]
+        row[fields.K_KEYS : fields.K_KEYS + len(keys)] = keys
         row[fields.K_RESULT], row[fields.K_RESULT_DIMENSIONS] = result, len(result_shape)
         row[fields.K_RESULT_SHAPE : fields.K_RESULT_SHAPE + len(result_shape)] = result_shape
-        row[fields.K_EMPTY], row[fields.K_EMPTY + 1], row[fields.K_ITEM_BYTES] = (
-            id(new_shape),
-            id(dtype),
-            dtype.itemsize,
-        )
-        row[fields.K_KERNEL], row[fields.K_ADDRESS] = kernel, compiled.address
+        row[fields.K_EMPTY : fields.K_ITEM_BYTES + 1] = id(result_shape), id(dtype), dtype.itemsize
+        row[fields.K_KERNEL], row[fields.K_ADDRESS] = compiled.kernel, compiled.address
         row[fields.K_TEXT], row[fields.K_RESUME] = id(compiled.text), id(resume)
-        self._added[self._next] = resume, new_shape, dtype, keys, compiled.text
-        self._kinds[self._next] = row
-        self._fields[fields.V_COUNT] = max(self._fields[fields.V_COUNT], self._next + 1)
-        self._next = (self._next + 1) % fields.MOST_KINDS
+        replaced = self._added.get(number)
+        self._added[number] = compiled, key, result_shape, resume
+        self._kinds[number] = row
+        del replaced  # only now: the row referred to it
 
     def clear(self) -> None:
         """Forget all kinds."""
-        self._fields[fields.V_COUNT] = self._next = 0
-        self._added = [None] * fields.MOST_KINDS
+        if self._kinds is not None:
+            self._kinds[:] = 0
+        self._added.clear()
 
 
 def gate_plan(gate: Gate, compiled: Any, kernel: int, x: Any, target: Any, value: Any) -> Callable[[], Any]:

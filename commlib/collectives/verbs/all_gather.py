@@ -16,6 +16,7 @@ from commlib.devices.arrays import address, device_of, name_of_device, overlap
 from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
+from commlib.kernels.fields.gate import OTHER_ARRAY
 from commlib.node.collective import Exchange, ranges
 from commlib.schedule.layout import cut, uneven
 
@@ -31,8 +32,8 @@ def all_gather(calls: Calls, x: Any, out: Any, algorithm: str) -> PreparedCall:
         flat = flat.copy()  # the result would overwrite x before all ranks have read it
     call = Call("all_gather", array.shape, array.dtype, algorithm=algorithm, device=name_of_device(array))
     verb = _IN_PLACE if in_place else VERB
-    key = (array.dtype, array.shape, algorithm, *["in place"] * in_place)
-    return PreparedCall.into(calls.find(verb, call, key, target.array.shape), flat, target, x)
+    key = (array.dtype, array.shape, algorithm, *["in place"] * in_place)  # only calls that are not can be gated
+    return PreparedCall.into(calls.find(verb, call, key, target.array.shape, OTHER_ARRAY), flat, target, x)
 
 
 def _exchange(call: Call, rank: int, size: int) -> Exchange:

@@ -16,6 +16,7 @@ from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.execution.streaming import Region
 from commlib.group.group import Group
+from commlib.kernels.fields.gate import OTHER_ARRAY
 from commlib.node.collective import Exchange, ranges
 from commlib.schedule.layout import cut, uneven
 
@@ -32,9 +33,8 @@ def all_to_all(calls: Calls, x: Any, out: Any, algorithm: str) -> PreparedCall:
     target = result(out, array.shape, array.dtype, "all_to_all", device_of(array))
     flat = copy_if_shared(array.reshape(-1), target.flat)  # a receive may overwrite a chunk before it is sent
     call = Call("all_to_all", array.shape, array.dtype, algorithm=algorithm, device=name_of_device(array))
-    return PreparedCall.into(
-        calls.find(VERB, call, (array.dtype, array.shape, algorithm), array.shape), flat, target, x
-    )
+    compiled = calls.find(VERB, call, (array.dtype, array.shape, algorithm), array.shape, OTHER_ARRAY)
+    return PreparedCall.into(compiled, flat, target, x)
 
 
 def _exchange(call: Call, rank: int, size: int) -> Exchange:

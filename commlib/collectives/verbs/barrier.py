@@ -19,7 +19,7 @@ _CALL = Call("barrier", None, NOTHING.dtype)
 
 
 def barrier(calls: Calls) -> PreparedCall:
-    return PreparedCall.into(calls.find(VERB, _CALL, ()), NOTHING, None, None)
+    return PreparedCall.into(calls.find(VERB, _CALL, (NOTHING.dtype, ())), NOTHING, None, None)
 
 
 def _on_node(context: NodeContext, call: Call) -> NodeCollective:

@@ -29,7 +29,7 @@ def broadcast(calls: Calls, x: Any, root: int, algorithm: str) -> PreparedCall:
     contiguous = source(array, "broadcast")
     flat = contiguous.reshape(-1)
     call = Call("broadcast", array.size, array.dtype, root=root, algorithm=algorithm, device=name_of_device(array))
-    compiled = calls.find(VERB, call, (array.dtype, array.shape, root, algorithm))
+    compiled = calls.find(VERB, call, (array.dtype, array.shape, root, algorithm), array.shape)
     return PreparedCall.into(compiled, flat, Result(array, flat, x, staged=contiguous is not array and not at_root), x)
 
 

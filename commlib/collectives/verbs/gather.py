@@ -14,6 +14,7 @@ from commlib.dtypes import Array
 from commlib.execution.streaming import Region
 from commlib.group.arguments import check_root
 from commlib.group.group import Group
+from commlib.kernels.fields import gate
 from commlib.node.collective import NOTHING, Exchange, ranges
 from commlib.schedule.layout import uneven
 
@@ -26,7 +27,8 @@ def gather(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Prepare
     target = result(out, shape, array.dtype, "gather", device_of(array)) if group.rank == root else None
     flat = array.reshape(-1) if target is None else copy_if_shared(array.reshape(-1), target.flat)
     call = Call("gather", array.shape, array.dtype, root=root, algorithm=algorithm, device=name_of_device(array))
-    compiled = calls.find(VERB, call, (array.dtype, array.shape, root, algorithm), shape)
+    key, kind = (array.dtype, array.shape, root, algorithm), gate.NOTHING if target is None else gate.OTHER_ARRAY
+    compiled = calls.find(VERB, call, key, shape, kind)
     return PreparedCall.into(compiled, flat, target, x)
 
 

@@ -15,6 +15,7 @@ from commlib.execution.accumulation import Accumulation
 from commlib.execution.streaming import Region
 from commlib.group.arguments import check_root
 from commlib.group.group import Group
+from commlib.kernels.fields.gate import ANY_ARRAY, NOTHING
 from commlib.node.collective import Exchange
 from commlib.schedule.layout import blocks
 
@@ -27,7 +28,8 @@ def reduce(calls: Calls, x: Any, op: str, root: int, out: Any, algorithm: str) -
     target = result(out, array.shape, array.dtype, "reduce", device_of(array)) if group.rank == root else None
     flat = array.reshape(-1) if target is None else copy_if_overlapping(array.reshape(-1), target.flat)
     call = Call("reduce", array.size, array.dtype, op, root, algorithm, device=name_of_device(array))
-    compiled = calls.find(VERB, call, (array.dtype, array.shape, op, root, algorithm), array.shape)
+    key, kind = (array.dtype, array.shape, op, root, algorithm), NOTHING if target is None else ANY_ARRAY
+    compiled = calls.find(VERB, call, key, array.shape, kind)
     return PreparedCall.into(compiled, flat, target, x)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from commlib.collectives.call import Call
@@ -21,6 +21,7 @@ from commlib.execution.accumulation import Accumulation
 from commlib.execution.streaming import Region
 from commlib.group.arguments import integer
 from commlib.group.group import Group
+from commlib.kernels.fields.gate import OTHER_ARRAY
 from commlib.node.collective import Exchange, ranges
 from commlib.schedule.layout import Layout, cut, even, uneven
 
@@ -46,7 +47,7 @@ def reduce_scatter_v(calls: Calls, x: Any, counts: Sequence[int], op: str, out: 
     return _ready(calls, call, array, out, x, (array.dtype, array.shape, op, algorithm, shares))
 
 
-def _ready(calls: Calls, call: Call, array: Array, out: Any, x: Any, key: Hashable) -> PreparedCall:
+def _ready(calls: Calls, call: Call, array: Array, out: Any, x: Any, key: tuple[Any, ...]) -> PreparedCall:
     rank, size = calls.group.rank, calls.group.size
     kernel_operation(name_of(array.dtype), call.op)
     start, stop = _layout(call, size).slice_of(rank)
@@ -55,7 +56,7 @@ def _ready(calls: Calls, call: Call, array: Array, out: Any, x: Any, key: Hashab
     flat = array.reshape(-1)
     if overlap(flat, target.flat) and address(target.flat) != address(flat[start:stop]):
         flat = flat.copy()  # the result would overwrite data that other ranks still read
-    return PreparedCall.into(calls.find(_UNEVEN if call.rows else VERB, call, key, shape), flat, target, x)
+    return PreparedCall.into(calls.find(_UNEVEN if call.rows else VERB, call, key, shape, OTHER_ARRAY), flat, target, x)
 
 
 def _rows(call: Call, size: int) -> Sequence[int]:

@@ -13,8 +13,8 @@ from __future__ import annotations
     GATE_FIELDS,
 ) = range(7)
 
-# Addresses of Python objects, the same for all.
-NONE, TRUE, FALSE, NDARRAY, NEW_ARRAY, OBJECTS = range(6)
+# Addresses of Python objects, the same for all. NOT_HERE: a builtin returns it for calls that Python must handle.
+NONE, TRUE, FALSE, NOT_HERE, NDARRAY, NEW_ARRAY, OBJECTS = range(7)
 
 # A plan. From TEXT on, addresses of Python objects: what it notes; its array and the target; its value; the functions
 # that continue it after a status, and that run it if the group is busy.
@@ -22,16 +22,10 @@ P_GATE, P_OBJECTS, P_KERNEL, P_ADDRESS, P_TEXT, P_SOURCE, P_TARGET, P_VALUE, P_R
     11
 )
 
-# A verb of a communicator: its gate, its table of kinds, and the Python function for all calls that are not in it.
-MOST_DIMENSIONS, MOST_KEYS, MOST_KINDS = 6, 3, 16
-(
-    V_GATE,
-    V_OBJECTS,
-    V_OTHERWISE,
-    V_KINDS,  # address of the first kind
-    V_COUNT,
-    VERB_FIELDS,
-) = range(6)
+# A verb of a communicator: its gate, and its table of kinds.
+V_GATE, V_OBJECTS, V_KINDS, VERB_FIELDS = range(4)
+KINDS = 256  # rows of the table; a power of two
+MOST_DIMENSIONS, MOST_KEYS = 6, 3
 
 # A kind of call: the arrays that it takes, the other arguments (by identity), and what runs it.
 K_DTYPE, K_DIMENSIONS, K_SHAPE = range(3)
@@ -44,3 +38,8 @@ K_ITEM_BYTES, K_KERNEL, K_ADDRESS, K_TEXT, K_RESUME, KIND_FIELDS = range(K_EMPTY
 
 # Results: none on this rank; an array other than x; an array, or x itself; always x.
 NOTHING, OTHER_ARRAY, ANY_ARRAY, SAME_ARRAY = range(4)
+
+
+def mix(number: int, value: int) -> int:
+    """Return a number for the row of a kind, from the same of its fields so far and the next one."""
+    return (number * 31 + (value >> 4) + value) & 0xFFFFFFFF

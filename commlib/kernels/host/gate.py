@@ -36,10 +36,12 @@ from commlib.kernels.fields.gate import (
     K_SHAPE,
     K_TEXT,
     KIND_FIELDS,
+    KINDS,
     LOST,
     NDARRAY,
     NEW_ARRAY,
     NONE,
+    NOT_HERE,
     NOTE,
     NOTHING,
     OBJECTS,
@@ -58,12 +60,11 @@ from commlib.kernels.fields.gate import (
     SAME_ARRAY,
     TAKE,
     TRUE,
-    V_COUNT,
     V_GATE,
     V_KINDS,
     V_OBJECTS,
-    V_OTHERWISE,
     VERB_FIELDS,
+    mix,
 )
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.arrays import int32, table
@@ -73,6 +74,8 @@ from commlib.kernels.host.compilation import kernel
 call_object = types.ExternalFunction("PyObject_Vectorcall", types.intp(types.intp, types.intp, types.intp, types.intp))
 keep_object = types.ExternalFunction("Py_IncRef", types.void(types.intp))
 drop_object = types.ExternalFunction("Py_DecRef", types.void(types.intp))  # nothing for 0
+
+mix_number = nb.njit(inline="always")(mix)
 
 _READABLE = C_CONTIGUOUS | ALIGNED
 _WRITABLE = C_CONTIGUOUS | ALIGNED | WRITEABLE
@@ -163,16 +166,21 @@ def _find(verb: Any, given: Any, count: int) -> Any:
     x = given[0]
     if ins.load_acquire(x + TYPE) != objects[NDARRAY]:
         return 0
-    at = verb[V_KINDS]
-    for _ in range(verb[V_COUNT]):
-        kind = table(at, KIND_FIELDS)
-        same = ins.load_acquire(x + DESCR) == kind[K_DTYPE]
-        for key in range(2, count):
-            same &= given[key] == kind[K_KEYS + key - 2]
-        if same and _has(x, _READABLE, kind[K_DTYPE], kind[K_DIMENSIONS], kind, K_SHAPE):
-            return at
-        at += 8 * KIND_FIELDS
-    return 0
+    dtype, dimensions = ins.load_acquire(x + DESCR), int32(x + NDIM)
+    number = mix_number(0, dtype)
+    shape = table(ins.load_acquire(x + SHAPE), dimensions)
+    for dimension in range(dimensions):
+        number = mix_number(number, shape[dimension])
+    for key in range(2, count):
+        number = mix_number(number, given[key])
+    at = verb[V_KINDS] + 8 * KIND_FIELDS * (number & (KINDS - 1))
+    kind = table(at, KIND_FIELDS)
+    if not _has(x, _READABLE, kind[K_DTYPE], kind[K_DIMENSIONS], kind, K_SHAPE):
+        return 0
+    for key in range(2, count):
+        if given[key] != kind[K_KEYS + key - 2]:
+            return 0
+    return at
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -188,6 +196,12 @@ def _is_result(kind: Any, objects: Any, x: int, out: int, item_bytes: int) -> An
     return first + _bytes(x, item_bytes) <= second or second + _bytes(out, item_bytes) <= first
 
 
+@nb.njit(inline="always")  # type: ignore[untyped-decorator]
+def _not_here(objects: Any) -> Any:
+    keep_object(objects[NOT_HERE])
+    return objects[NOT_HERE]
+
+
 @kernel()
 def run_verb(self: int, arguments: int, count: int) -> int:
     """Run a verb: METH_FASTCALL with (x, out, other arguments). `self` is a numpy array of the fields of a verb."""
@@ -195,7 +209,7 @@ def run_verb(self: int, arguments: int, count: int) -> int:
     given = table(arguments, count)
     found = _find(verb, given, count)
     if found == 0:
-        return call_object(verb[V_OTHERWISE], arguments, count, 0)
+        return _not_here(table(verb[V_OBJECTS], OBJECTS))
     kind, objects = table(found, KIND_FIELDS), table(verb[V_OBJECTS], OBJECTS)
     gate = table(verb[V_GATE], GATE_FIELDS)
     x, target = given[0], given[1]
@@ -205,7 +219,7 @@ def run_verb(self: int, arguments: int, count: int) -> int:
     else:
         result = target
         if target != objects[NONE] and not _is_result(kind, objects, x, target, kind[K_ITEM_BYTES]):
-            return call_object(verb[V_OTHERWISE], arguments, count, 0)
+            return _not_here(objects)
     if target == objects[NONE]:
         target = result = call_object(objects[NEW_ARRAY], found + 8 * K_EMPTY, 2, 0)
         if target == 0:
@@ -214,7 +228,7 @@ def run_verb(self: int, arguments: int, count: int) -> int:
         keep_object(result)
     if not _enter(gate, verb[V_OBJECTS], found + 8 * K_TEXT):
         drop_object(result)
-        return call_object(verb[V_OTHERWISE], arguments, count, 0)
+        return _not_here(objects)
     resume = kind[K_RESUME]
     keep_object(resume)  # and with it all that the kernel uses: another thread may drop this kind meanwhile
     thread = release_lock()
