@@ -62,6 +62,12 @@ TOPICS = (
         hosts=False,
     ),
     Topic(
+        "verbs",
+        "Every verb against MPI",
+        "Every verb in every form, with ordinary and symmetric arrays, from `commlib bench all`.",
+        {"all": tables.all_verbs},
+    ),
+    Topic(
         "hosts",
         "Between hosts",
         "Collectives and messages between emulated hosts: network namespaces, TCP, links of a known rate.",
@@ -125,8 +131,10 @@ def page(topic: Topic, records: Sequence[Record]) -> str:
 
 
 def kind_of(record: Record) -> str:
-    """Return the name of the benchmark; "verb" or, of arrays on a GPU, "gpu verb" for any of `commlib bench`."""
+    """Return the name of the benchmark. Of `commlib bench`: "all", "verb" or, of arrays on a GPU, "gpu verb"."""
     name: str = record["benchmark"]
+    if name == "commlib bench all":
+        return "all"
     if not name.startswith("commlib bench "):
         return name
     return "verb" if record["options"].get("device", "host") == "host" else "gpu verb"
@@ -177,7 +185,12 @@ def command(record: Record) -> str:
     recorded = record["facts"]["command"]
     if isinstance(recorded, str):
         return recorded
-    words = [word for word, before in zip(recorded, ["", *recorded], strict=False) if "--out" not in (word, before)]
+    outputs = ("--out", "--json")
+    words = [
+        word
+        for word, before in zip(recorded, ["", *recorded], strict=False)
+        if before not in outputs and word.partition("=")[0] not in outputs
+    ]
     return " ".join(["mpirun", "-n", str(record["facts"]["ranks"]), "commlib", *words])
 
 
@@ -190,9 +203,16 @@ def pages(folder: Path = RESULTS) -> dict[str, str]:
 def speed_pages() -> dict[Path, str]:
     """Return the pages that have a speed table, with its current figures."""
     return {
-        ROOT / name: speed.fill((ROOT / name).read_text(), speed.speeds(links, all_rows=all_rows))
+        ROOT / name: speed.fill((ROOT / name).read_text(), _speeds(links, all_rows=all_rows))
         for name, (links, all_rows) in SPEED_PAGES.items()
     }
+
+
+def _speeds(links: str, *, all_rows: bool) -> str:
+    """Return the speed table; with all rows also a summary of every verb against MPI."""
+    table = speed.speeds(links, all_rows=all_rows)
+    verbs = [record for record in load() if kind_of(record) == "all"]
+    return f"{table}\n\n{tables.all_verbs_summary(verbs, f'{links}verbs.md')}" if all_rows and verbs else table
 
 
 def main() -> int:

@@ -221,7 +221,19 @@ def test_missing_results_are_reported() -> None:
 def test_a_folder_gives_pages(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record("codecs", figures={"int8": {"encode": 1.0}})))
     pages_ = pages.pages(tmp_path)
-    names = ("node", "hosts", "named", "training", "pipeline", "tensor", "moe", "gpu", "timeline", "compression")
+    names = (
+        "node",
+        "verbs",
+        "hosts",
+        "named",
+        "training",
+        "pipeline",
+        "tensor",
+        "moe",
+        "gpu",
+        "timeline",
+        "compression",
+    )
     assert set(pages_) == {f"{name}.md" for name in names}
     assert "int8" in pages_["compression.md"] and "int8" not in pages_["node.md"]
 
