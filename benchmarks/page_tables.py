@@ -71,8 +71,7 @@ def all_verbs(records: Sequence[Record]) -> str:
     for form, memory in product(FORMS, MEMORIES):
         if chosen := [cell for cell in cells if (cell.form, cell.memory) == (form, memory)]:
             titles, *rows = text.grid(chosen, around="**")
-            sizes = [[bytes_text(int(row[0])) if row[0].isdigit() else row[0], *row[1:]] for row in rows]
-            parts += [f"### {form}, {memory} arrays", table(titles, sizes)]
+            parts += [f"### {form}, {memory} arrays", table(titles, rows)]
     return "\n\n".join(parts)
 
 

@@ -51,7 +51,7 @@ class TableComparison:
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> TableComparison:
     """Return the differences of two records. Raises BenchOptionsError if they have no cell in common."""
-    first, second = ({cell.key: cell for cell in find_cells(record)} for record in (before, after))
+    first, second = ({cell.key: cell for cell in find_cells(record) if cell.is_measured} for record in (before, after))
     common = [key for key in first if key in second]
     if not common:
         raise BenchOptionsError(

@@ -44,11 +44,13 @@ def lines(cells: Sequence[Cell], notes: Sequence[str], *, width: int | None) -> 
 def grid(cells: Sequence[Cell], *, around: str = "", behind: str = "") -> Grid:
     """Return the cells of one form and memory: a line of verbs, then a line for each size.
 
-    around, behind: put on both sides of, and behind, a cell that is not good.
+    around, behind: put on both sides of, and behind, a cell that is slow, wrong or failed.
     """
     verbs, sizes = dict.fromkeys(cell.verb for cell in cells), sorted({cell.nbytes for cell in cells})
     texts = {
-        (cell.verb, cell.nbytes): cell.text() if cell.status == "good" else f"{around}{cell.text()}{around}{behind}"
+        (cell.verb, cell.nbytes): cell.text()
+        if cell.status in ("good", "unmeasured")
+        else f"{around}{cell.text()}{around}{behind}"
         for cell in cells
     }
     rows = [[bytes_text(size) if size else "-", *(texts.get((verb, size), "") for verb in verbs)] for size in sizes]

@@ -91,6 +91,15 @@ def test_a_cell_without_a_right_result_any_more_is_lost():
     assert verdicts(table(), lost) == ["same", "lost", "same"]
 
 
+def test_a_cell_that_is_unmeasured_in_one_file_is_not_compared():
+    unmeasured = table()
+    unmeasured["rows"][1] |= {"seconds": {}, "wrong": {}}
+    for before, after in ((table(), unmeasured), (unmeasured, table())):
+        found = compare(before, after)
+        assert [one.verdict for one in found.differences] == ["same", "same"]
+        assert len(found.only_before) + len(found.only_after) == 1
+
+
 def test_cells_of_one_file_are_named():
     before, after = table(), table()
     del before["rows"][0], after["rows"][2]
