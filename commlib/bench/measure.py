@@ -146,7 +146,8 @@ def _burst_length(seconds: float) -> int:
 def rounds(bursts: Mapping[str, Burst], number: int) -> Iterator[dict[str, float]]:
     """Yield each contender's figure, round by round, every second round in the opposite order."""
     for index in range(number):
-        yield {name: bursts[name]() for name in (reversed(bursts) if index % 2 else bursts)}
+        order = list(bursts)[:: -1 if index % 2 else 1]
+        yield {name: bursts[name]() for name in order}
 
 
 def memory_pass(read: int, written: int, replaces: bool) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_everything_is_selected_unless_narrowed():
     ]  # fmt: skip
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "verb": ({"verbs": "all_redcue"}, "--verbs 'all_redcue' is unknown; known are all_reduce, .*did you mean"),
     "form": ({"forms": "async"}, "--forms 'async' is unknown; known are blocking, asynchronous, planned"),
     "memory": ({"memory": "shared"}, "--memory 'shared' is unknown"),
