@@ -57,9 +57,10 @@ class Case:
         if self.out is None or self.wanted is None:
             return 0
         result = self.out if self.verb.has_out or returned is None else returned
-        if len(result) != len(self.out):
-            return max(len(result), len(self.out))
         values, start, differing = self.memory.read(result), 0, 0
+        length_wanted = sum(length for length, _ in self.wanted)
+        if len(values) != length_wanted:
+            return max(len(values), length_wanted)
         for length, period in self.wanted:
             differing += _differing(values[start : start + length], period)
             start += length
