@@ -123,13 +123,13 @@ class Calls:
     def _compile(self, verb: Verb, call: Call) -> CompiledCall:
         if self.label:
             call = replace(call, label=self.label)
-        context = self.on(find_named(call.device) if call.device else HOST)
+        context = self.context(find_named(call.device) if call.device else HOST)
         choices = find_paths(PATHS, context, verb, call)
         if context.on_host:
             return choices[0].path.compile(context, verb, choices[0].call)
         return DeviceCall(context, call.text, verb=verb, choices=choices)
 
-    def on(self, device: Device) -> PathContext:
+    def context(self, device: Device) -> PathContext:
         """Return the context of calls on a device, or on the host."""
         context = self._contexts.get(device)
         if context is None:
@@ -138,7 +138,7 @@ class Calls:
 
     def open_paths(self, device: Device) -> tuple[str, ...]:
         """Open all paths of a device; return the names of the available ones, in the table's order. Collective."""
-        context, text = self.on(device), f"paths of {device.name}"
+        context, text = self.context(device), f"paths of {device.name}"
         rows = [path for path in PATHS if path.takes_devices and path.is_automatic]
         opening = Task(self.group.progress, text, lambda: [path.name for path in rows if path.open(context, text)])
         return tuple(dict.fromkeys(DeviceCall(context, text, opening).now(None, None)))
