@@ -126,8 +126,8 @@ class Calls:
         context = self.context(find_named(call.device) if call.device else HOST)
         choices = find_paths(PATHS, context, verb, call)
         if context.on_host:
-            return choices[0].path.compile(context, verb, choices[0].call)
-        return DeviceCall(context, call.text, verb=verb, choices=choices)
+            return choices[0].compile(context)
+        return DeviceCall(context, call.text, choices=choices)
 
     def context(self, device: Device) -> PathContext:
         """Return the context of calls on a device, or on the host."""

@@ -47,8 +47,7 @@ class StagedPath(Path):
         return StagedPieces(context, verb, call, [(start, stop, compiled[part]) for start, stop, part in parts])
 
     def _compile(self, host: PathContext, verb: Verb, call: Call) -> CompiledCall:
-        choice = find_paths(self._host_paths, host, verb, call)[0]
-        return choice.path.compile(host, verb, choice.call)
+        return find_paths(self._host_paths, host, verb, call)[0].compile(host)
 
 
 class StagedCall(CompiledCall):
