@@ -12,9 +12,9 @@ import numpy as np
 from commlib.collectives.call import Call
 from commlib.collectives.context import PathContext
 from commlib.collectives.device.call import DeviceCall
-from commlib.collectives.device.host_staging import StagedPath
 from commlib.collectives.device.nccl import NcclPath
 from commlib.collectives.device.node import HierarchicalDevicePath, NodeDevicePath
+from commlib.collectives.device.staged_path import StagedPath
 from commlib.collectives.host.hierarchical import HierarchicalPath
 from commlib.collectives.host.native import NativePath
 from commlib.collectives.host.node import NodePath, Opening
