@@ -10,9 +10,9 @@ from typing import Any
 from commlib.collectives.call import Call
 from commlib.collectives.context import PathContext
 from commlib.collectives.device.call import DeviceCall
-from commlib.collectives.device.host_staging import StagedPath
 from commlib.collectives.device.nccl import NcclPath
 from commlib.collectives.device.node import HierarchicalDevicePath, NodeDevicePath
+from commlib.collectives.device.staged_path import StagedPath
 from commlib.collectives.host.hierarchical import HierarchicalPath
 from commlib.collectives.host.native import NativePath
 from commlib.collectives.host.node import NodePath, Opening
@@ -137,13 +137,13 @@ class Calls:
     def _compile(self, verb: Verb, call: Call) -> CompiledCall:
         if self.label:
             call = replace(call, label=self.label)
-        context = self.on(find_named(call.device) if call.device else HOST)
+        context = self.context(find_named(call.device) if call.device else HOST)
         choices = find_paths(PATHS, context, verb, call)
         if context.on_host:
-            return choices[0].path.compile(context, verb, choices[0].call)
-        return DeviceCall(context, call.text, verb=verb, choices=choices)
+            return choices[0].compile(context)
+        return DeviceCall(context, call.text, choices=choices)
 
-    def on(self, device: Device) -> PathContext:
+    def context(self, device: Device) -> PathContext:
         """Return the context of calls on a device, or on the host."""
         context = self._contexts.get(device)
         if context is None:
@@ -152,7 +152,7 @@ class Calls:
 
     def open_paths(self, device: Device) -> tuple[str, ...]:
         """Open all paths of a device; return the names of the available ones, in the table's order. Collective."""
-        context, text = self.on(device), f"paths of {device.name}"
+        context, text = self.context(device), f"paths of {device.name}"
         rows = [path for path in PATHS if path.takes_devices and path.is_automatic]
         opening = Task(self.group.progress, text, lambda: [path.name for path in rows if path.open(context, text)])
         return tuple(dict.fromkeys(DeviceCall(context, text, opening).now(None, None)))
@@ -160,8 +160,7 @@ class Calls:
     def clear(self) -> None:
         """Drop all compiled calls, after the devices have finished the queued work."""
         for context in self._contexts.values():
-            context.close()
-        self._contexts.clear()
+            context.queue.close()
         self.all_reduces.clear()
         self.uneven.clear()
         self._tables.clear()

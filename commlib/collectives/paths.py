@@ -1,9 +1,9 @@
 """Verb and Path: a collective, and one implementation of its data movement; the choice of a path for a call.
 
 A call by name uses the path of that name, or fails with the path's refusal. An "auto" call uses the first path of the
-table that accepts it. On one node the paths between devices that move the fewest bytes come first. On several nodes
-NCCL comes first, which is known to be fast between nodes. Measured times (`commlib tune --device`) reorder the paths
-of device arrays that have them.
+table that accepts it and that all ranks can open, the same one on all ranks. On one node the paths between devices that
+move the fewest bytes come first. On several nodes NCCL comes first, which is known to be fast between nodes. Measured
+times (`commlib tune --device`) reorder the paths of device arrays that have them.
 """
 
 from __future__ import annotations
@@ -89,10 +89,19 @@ class Path(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PathChoice:
-    """A path, and a call as this path is to run it."""
+    """A path, and a verb's call as this path is to run it."""
 
     path: Path
+    verb: Verb
     call: Call
+
+    def compile(self, context: PathContext) -> CompiledCall:
+        """Prepare the call: see `Path.compile`."""
+        return self.path.compile(context, self.verb, self.call)
+
+    def error(self, refusal: str) -> UsageError:
+        """Return the error for a call whose algorithm the path refuses."""
+        return UsageError(f"{self.verb.name}: algorithm {self.call.algorithm!r}: {refusal}")
 
 
 def find_paths(paths: Sequence[Path], context: PathContext, verb: Verb, call: Call) -> list[PathChoice]:
@@ -110,11 +119,12 @@ def find_paths(paths: Sequence[Path], context: PathContext, verb: Verb, call: Ca
     refusals = [path.refusal(context, verb, call) for path in rows]
     accepting = [path for path, refusal in zip(rows, refusals, strict=True) if not refusal]
     if not accepting:
-        raise UsageError(f"{verb.name}: algorithm {call.algorithm!r}: {refusals[0]}")
+        raise PathChoice(rows[0], verb, call).error(refusals[0])
     # Messages use the fastest schedule.
     schedule = next((name for name in times if name in algorithms(verb.name)), call.algorithm)
     choices = [
-        PathChoice(path, replace(call, algorithm=schedule) if path.name == "messages" else call) for path in accepting
+        PathChoice(path, verb, replace(call, algorithm=schedule) if path.name == "messages" else call)
+        for path in accepting
     ]
     names = [choice.path.name if choice.call.algorithm == "auto" else choice.call.algorithm for choice in choices]
     choices = [choices[number] for number in order_by_times(names, times)]

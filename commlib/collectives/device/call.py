@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from commlib.collectives.context import PathContext
-from commlib.collectives.paths import PathChoice, Verb
+from commlib.collectives.paths import PathChoice
 from commlib.devices.protocol import DeviceEvent, Stream
-from commlib.errors import UsageError
 from commlib.runtime.compiled_call import CompiledCall
 from commlib.runtime.work import DeviceWork, Work
 
@@ -31,7 +30,7 @@ class DeviceCall(CompiledCall):
     A blocking call and `Work.wait` return when all ranks' data has arrived and the copy into the result is queued.
     """
 
-    __slots__ = ("_blocks", "_choices", "_context", "_inner", "_only_queues", "_verb")
+    __slots__ = ("_blocks", "_choices", "_context", "_inner", "_only_queues")
 
     def __init__(
         self,
@@ -39,12 +38,11 @@ class DeviceCall(CompiledCall):
         text: str,
         inner: InnerCall | None = None,
         *,
-        verb: Verb | None = None,
         choices: Sequence[PathChoice] = (),
     ) -> None:
-        """inner: the call; None: `verb` by the first of `choices` that opens. The first call of all ranks opens it."""
+        """inner: the call; None: the first of `choices` that opens. The first call of all ranks opens it."""
         super().__init__(context.group.progress, text)
-        self._context, self._inner, self._verb, self._choices = context, inner, verb, choices
+        self._context, self._inner, self._choices = context, inner, choices
         # It blocks inside MPI, so it runs on the progress thread: nothing can interrupt it.
         self._blocks = bool(choices) and any("native" in (one.path.name, one.call.algorithm) for one in choices)
         # Then a blocking call queues its work on the caller's stream, which saves four events.
@@ -89,13 +87,10 @@ class DeviceCall(CompiledCall):
         for choice in self._choices:
             if choice.path.open(self._context, self.text):
                 return self._choose(choice).perform(x, target)
-        refused, verb = self._choices[-1], self._verb
-        assert verb is not None
-        why = refused.path.refusal(self._context, verb, refused.call)
-        raise UsageError(f"{verb.name}: algorithm {refused.call.algorithm!r}: {why}")
+        refused = self._choices[-1]
+        raise refused.error(refused.path.refusal(self._context, refused.verb, refused.call))
 
     def _choose(self, choice: PathChoice) -> InnerCall:
-        assert self._verb is not None
-        self._inner = choice.path.compile(self._context, self._verb, choice.call)
+        self._inner = choice.compile(self._context)
         self._only_queues = choice.path.only_queues
         return self._inner

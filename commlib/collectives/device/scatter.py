@@ -31,7 +31,7 @@ class ContextOwner(Protocol):
 
     group: Group
 
-    def on(self, device: Device) -> PathContext: ...
+    def context(self, device: Device) -> PathContext: ...
 
 
 def make_result_for(name: str, streams: Mapping[str, Any]) -> Callable[[Any, tuple[int, ...], Any, str], Result]:
@@ -76,7 +76,7 @@ def scatter_by_messages(
         whole = np.empty(layout.count, dtype)
         group.execute(steps, [[Region(whole, layout)]], text, part=2)
         return
-    queue = calls.on(own.device).queue
+    queue = calls.context(own.device).queue
 
     def run(x: DeviceArray | None, target: DeviceArray | None) -> None:
         whole = own.empty((layout.count,), dtype) if x is None else x.reshape(-1)
@@ -105,10 +105,10 @@ def scatter_between_devices(
     """
     group, (shape, dtype) = calls.group, shape_and_dtype
     device = _own_device(name, streams)
-    able = device is not None and calls.on(device).peers.may_exchange
+    able = device is not None and calls.context(device).peers.may_exchange
     if not group.open().board.barrier(1 + able, group.watch(text)) or device is None or not able:
         return False
-    context, watch = calls.on(device), group.watch(text)
+    context, watch = calls.context(device), group.watch(text)
     peers = context.peers
 
     def run(x: DeviceArray | None, target: DeviceArray | None) -> bool:

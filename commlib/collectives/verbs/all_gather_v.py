@@ -35,7 +35,7 @@ def all_gather_v(calls: Calls, x: Any) -> PreparedCall:
     call = MessageCall(group, text, move, flat=False)
     if type(array) is not DeviceArray:
         return PreparedCall(call, array, array, return_value, x=x)
-    context = calls.on(array.device)
+    context = calls.context(array.device)
     inner: InnerCall = call if group.transport.accepts(device) else StagedResult(context.queue, call)
     if context.peers.may_exchange:
         inner = NodeExchange(context.peers, text, RowGather(context.peers, text), inner)

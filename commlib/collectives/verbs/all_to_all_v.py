@@ -119,7 +119,7 @@ def all_to_all_v(calls: Calls, x: Any, splits: Any, takes: Any, out: Any) -> Une
         direct = group.transport.accepts(call.device)
         inner = _MessageExchange(group, call.text) if direct else _compile(group, call.text, *kind, known)
         whole = _DeviceExchange(group, inner, deal if direct else RowCounts(sending, taking, None), target)
-        context, text = calls.on(array.device), whole.text
+        context, text = calls.context(array.device), whole.text
         moved: InnerCall = whole
         if not direct:
             moved = StagedResult(context.queue, whole, None if target is None else target.array)

@@ -16,4 +16,4 @@ def program(calls: Calls, text: str, run: Callable[[], Any], on: Any = None) -> 
     whole = MessageCall(calls.group, text, lambda *_: run(), flat=False)
     if type(on) is not DeviceArray:
         return PreparedCall(whole, NOTHING, NOTHING, return_value)
-    return PreparedCall(DeviceCall(calls.on(on.device), text, whole), on, on, return_value)
+    return PreparedCall(DeviceCall(calls.context(on.device), text, whole), on, on, return_value)

@@ -20,6 +20,7 @@ from commlib.cost.records import Entry, MeasuredTime
 from commlib.cost.table import Table
 from commlib.devices.host import HOST
 from commlib.errors import UsageError
+from commlib.node.device_board import DeviceBoard
 from tests.bodies import loopback
 from tests.late import LATE
 
@@ -123,6 +124,28 @@ def test_one_rank_may_name_any_of_its_paths() -> None:
 
     def there(comm: Communicator) -> None:
         for algorithm in ("node", "hierarchical"):
-            assert comm.gather(np.arange(3), algorithm=algorithm).tolist() == [0, 1, 2]
+            np.testing.assert_array_equal(comm.gather(np.arange(3), algorithm=algorithm), np.arange(3))
 
     loopback.run(1, there)
+
+
+def test_boards_of_devices_close_with_their_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were only dropped, and closed when nothing referred to them any more."""
+    monkeypatch.setattr(LATE, "has_signals", True)
+    closed: list[int] = []
+    close = DeviceBoard.close
+
+    def noting(board: DeviceBoard) -> None:
+        closed.append(board.rank)
+        close(board)
+
+    monkeypatch.setattr(DeviceBoard, "close", noting)
+
+    def there(comm: Communicator) -> None:
+        with LATE.using(LATE.stream()):
+            total = comm.all_reduce(LATE.put(np.ones(8)))
+            assert (total.numpy() == 2).all()
+        comm.close()
+
+    loopback.run(2, there)
+    assert sorted(closed) == [0, 1]

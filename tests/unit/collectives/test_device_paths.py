@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from commlib.config.settings import Config
 from commlib.cost.chooser import Chooser
 from commlib.cost.records import Entry, MeasuredTime
 from commlib.cost.table import Table
-from commlib.errors import MismatchError, UsageError
+from commlib.errors import MismatchError, PeerError, UsageError
 from commlib.tune import measure, stopwatch
 from tests.bodies import loopback
 from tests.late import LATE
@@ -280,3 +281,25 @@ def test_paths_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes
         assert "native" not in {t.algorithm for t in entry.times}  # there is no MPI
         if entry.verb == "all_reduce":
             assert {t.algorithm for t in entry.times} >= paths
+
+
+def test_an_asynchronous_call_notices_a_rank_that_left() -> None:
+    """Its wait for the other ranks was watched like a copy: without comparisons, it ended only by the timeout."""
+    over = threading.Event()
+
+    def rank(comm: Communicator) -> None:
+        x = LATE.empty((1 << 15,))  # so large that the ranks compare where it is
+        LATE.kernels.fill(LATE.wrap(x, "x"), 1)
+        comm.all_reduce(x, out=x)
+        comm.barrier()
+        if comm.rank:
+            comm.group.leave("has left")
+            over.wait(10)
+            return
+        try:
+            with pytest.raises(PeerError, match="rank 1 has left"):
+                comm.all_reduce_async(x, out=x).wait()
+        finally:
+            over.set()
+
+    run(2, rank, config=Config(timeout=10, device_slot_kib=64, check="never"))
