@@ -26,7 +26,6 @@ from commlib.devices.registry import find_named, lookup
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.group.group import Group
-from commlib.group.weak_references import WeakPart
 from commlib.node.uneven_exchange import UnevenExchange
 from commlib.runtime.compiled_call import CompiledCall, Plan
 from commlib.runtime.work import Work
@@ -152,8 +151,8 @@ class Calls:
         """Return the group's staging queue on a device."""
         station = self._stations.get(device)
         if station is None:
-            station = self._stations[device] = StagingQueue(self.group, device)
-            self.group.attach(WeakPart(station))
+            station = self._stations[device] = StagingQueue(self.group.waits, device)
+            self.group.attach(station)
         return station
 
     def plain(self, verb: str, key: Hashable, x: Array, out: Any) -> Array | None:

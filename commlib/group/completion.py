@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commlib.group.call_check import mismatch
-from commlib.group.call_sequence import CallSequence
 from commlib.group.group_status import GroupStatus
-from commlib.group.waiting import WaitWatcher
+from commlib.group.waits import Waits
 from commlib.kernels.host.node import BROKEN, MISMATCH
 from commlib.node.board import Kernel, KernelCall
 from commlib.runtime.progress import Progress
@@ -15,35 +14,32 @@ from commlib.runtime.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Finishes kernels of one group, and watches their waits."""
+    """Finishes kernels of one group."""
 
-    name: str
-    rank: int
-    one_node: bool
-    standing: GroupStatus
-    calls: CallSequence
+    status: GroupStatus
+    waits: Waits
     progress: Progress
-    group: WaitWatcher
 
     def complete(self, kernel: Kernel, argument: int, calls: KernelCall, status: int, text: str) -> int:
         """Finish a kernel that did not complete at once: keep waiting, or raise a mismatch. Return its status."""
-        board, standing, journal = self.standing.board, self.standing, self.progress.journal
+        own, journal = self.status, self.progress.journal
+        board = own.board
         assert board is not None
-        if standing.failure is not None:
-            standing.raise_failure(text)
+        if own.failure is not None:
+            own.raise_failure(text)
         try:
             with self.progress.refuse_others():
                 if journal.current is not None:
                     journal.current.round("waits on its node")
-                watch = self.group.watch(text)
+                watch = self.waits.watch(text)
                 status = board.resume(kernel, argument, calls, status, watch)
                 if status == MISMATCH:
                     texts = board.exchange_texts(text, watch)
-                    number, by_all = self.calls.number, self.one_node
-                    raise mismatch(self.name, number, self.rank, texts, board.members, by_all=by_all)
+                    number, by_all = own.call_number, own.one_node
+                    raise mismatch(own.name, number, own.rank, texts, board.members, by_all=by_all)
         except BaseException as error:
-            standing.note(text, error, out_of_step=not self.one_node)  # the other nodes do not know of it
+            own.note(text, error, out_of_step=not own.one_node)  # the other nodes do not know of it
             raise
         if status == BROKEN:  # another thread's call has failed meanwhile
-            standing.raise_failure(text)
+            own.raise_failure(text)
         return status

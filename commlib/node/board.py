@@ -89,6 +89,9 @@ class NodeBoard:
         self._control[kernels.BOARD] = bases[0]
         self._control[kernels.SLOTS] = self._slots.ctypes.data
         self._control[kernels.SLOT_BYTES] = slot_bytes
+        self._blank_call = np.zeros(kernels.CALL_FIELDS, np.int64)
+        self._blank_call[kernels.CONTROL] = self._control.ctypes.data
+        self._blank_call[_PATIENCE] = spins, _YIELDS, *kernel_naps(0)
         self._barrier = kernels.entry_point(kernels.barrier)
         self._sync_call = self.new_call()[np.newaxis]
         self._sync_address = self._sync_call.ctypes.data
@@ -131,12 +134,7 @@ class NodeBoard:
 
     def new_call(self) -> KernelCall:
         """Return a blank call for the kernels."""
-        call = np.zeros(kernels.CALL_FIELDS, np.int64)
-        call[kernels.CONTROL] = self._control.ctypes.data
-        call[kernels.SPINS] = self.spins
-        call[kernels.YIELDS] = _YIELDS
-        call[kernels.NAPS], call[kernels.NAP_MICROSECONDS] = kernel_naps(0)
-        return call
+        return self._blank_call.copy()
 
     def resume(self, kernel: Kernel, argument: int, calls: KernelCall, status: int, on_wait: WaitHook) -> int:
         """Continue a kernel that returned `status`, calling `on_wait` between its waits; return its last status.

@@ -117,7 +117,7 @@ class Messages(Work):
             raise ShutdownError(f"{text}: commlib has been shut down")
         if comm.failure is not None:
             comm.raise_failure(text)
-        if (record := comm.journal.open(text, self._messages[0].flat)) is not None:
+        if (record := comm.progress.journal.open(text, self._messages[0].flat)) is not None:
             self.record, record.row = record, MESSAGES
             record.run()
         try:
@@ -208,7 +208,7 @@ class Messages(Work):
     def _wait_for_requests(self, deadline: float | None, late: StallError) -> None:
         if super().done():
             return
-        watch = self._comm.watch(self.description, self._peers)
+        watch = self._comm.waits.watch(self.description, self._peers)
 
         def on_wait() -> None:
             watch()
@@ -245,13 +245,13 @@ def _message(
     if type(array) is DeviceArray:
         whole = array.reshape(-1)
         if post.takes(peer, whole.device.name):
-            await_device(comm, whole, verb)
+            await_device(comm.waits, whole, verb)
             return _PendingMessage(peer, tag, whole, whole, incoming)
         if incoming:  # posted immediately: receives of one peer and tag must keep their order
             staged: StagedReceive | StagedSend = StagedReceive(whole)
         else:
             piece = comm.config.staging_kib * 1024 if post.has_lane(peer) else 0
-            staged = StagedSend(comm, whole, verb, piece)
+            staged = StagedSend(comm.waits, whole, verb, piece)
         return _PendingMessage(peer, tag, whole, staged.memory, incoming, staged)
     return _PendingMessage(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
 

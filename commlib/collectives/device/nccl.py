@@ -96,7 +96,7 @@ class Nccl:
         group, text, move = self._group, call.text, partial(self._move, verb, call)
 
         def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
-            return group.perform_call(text, move, x.reshape(-1), target.reshape(-1))
+            return group.calls.perform(text, move, x.reshape(-1), target.reshape(-1))
 
         return run
 
@@ -108,12 +108,12 @@ class Nccl:
     def open(self, text: str, on_wait: OnWait) -> bool:
         if self._ranks is None and not self.refusal:
             first = f"{text}, first starting NCCL"
-            self._group.perform_call(first, partial(self._make, first), must_match=True)
+            self._group.calls.perform(first, partial(self._make, first), must_match=True)
         return self.is_open
 
     def _make(self, text: str) -> None:
         group = self._group
-        self.refusal = disagreement(group.gather_objects(self._report()))
+        self.refusal = disagreement(group.programs.gather_objects(self._report()))
         if self.refusal:
             self._log(logging.INFO)
             return
@@ -123,15 +123,15 @@ class Nccl:
                 unique = nccl.unique_id()
             except TransportError as caught:
                 error = f"rank 0: {caught}"
-        unique, error = group.gather_objects((unique, error))[0]
+        unique, error = group.programs.gather_objects((unique, error))[0]
         ranks = None
         if not error:
             try:
-                watch = group.watch(text)
+                watch = group.waits.watch(text)
                 ranks = NcclRanks.join(self._device, group.size, unique, group.rank, group.name, watch, SECONDS)
             except TransportError as caught:
                 error = f"rank {group.rank}: {caught}"
-        self.refusal = "; ".join(sorted({text for text in group.gather_objects(error) if text}))
+        self.refusal = "; ".join(sorted({text for text in group.programs.gather_objects(error) if text}))
         if self.refusal:
             self._log(logging.WARNING)
             if ranks is not None:

@@ -17,7 +17,6 @@ from commlib.devices.array import DeviceArray
 from commlib.errors import TransportError
 from commlib.execution.reduce_function import ReduceFunction
 from commlib.group.group import Group
-from commlib.group.weak_references import WeakPart
 from commlib.node.device_board import DeviceBoard
 from commlib.node.device_collective import Enqueue, OpenSlots, exchange
 
@@ -50,18 +49,19 @@ class DevicePeers:
         """Return the board, which must exist, and the function that opens its slots."""
         assert self.board is not None
         group = self.group
-        return self.board, partial(self.board.open_slots, group.config.device_slot_kib * 1024, group.gather_in_node)
+        slot_bytes, gather = group.config.device_slot_kib * 1024, group.programs.gather_in_node
+        return self.board, partial(self.board.open_slots, slot_bytes, gather)
 
     def open(self, text: str, on_wait: OnWait) -> DeviceBoard | None:
         """Return the board of this node; the first call of all ranks makes it. None if a node cannot have one."""
         if self.board is None and not self.refusal:
             first = f"{text}, first connecting the streams of {self._station.device.name}"
-            self.group.perform_call(first, partial(self._make, on_wait), must_match=True)
+            self.group.calls.perform(first, partial(self._make, on_wait), must_match=True)
         return self.board
 
     def _make(self, on_wait: OnWait) -> None:
         group, device, device_board, refusal = self.group, self._station.device, None, ""
-        memory, gather = group.symmetric_on(device), group.gather_in_node
+        memory, gather = group.symmetric_on(device), group.programs.gather_in_node
         try:
             board, node = group.open().board, group.hierarchy.node
             device_board = DeviceBoard.make(device, board, memory, node, gather, on_wait, ipc=group.config.device_ipc)
@@ -69,7 +69,7 @@ class DevicePeers:
                 refusal = "on some node the devices cannot address each other's memory"
         except TransportError as error:
             refusal = str(error)
-        refusals = [text for text in group.gather_objects(refusal) if text]
+        refusals = [text for text in group.programs.gather_objects(refusal) if text]
         if device_board is None or refusals:
             if device_board is not None:
                 device_board.close()
@@ -78,7 +78,7 @@ class DevicePeers:
             log.log(level, "%s: collectives on %s go through the host: %s", group.name, device.name, self.refusal)
             return
         self.board, self._station.let_go = device_board, device_board.release
-        group.attach(WeakPart(device_board))
+        group.attach(device_board)
 
 
 def _refusal(group: Group) -> str:
@@ -127,7 +127,7 @@ class NodeDevicePath:
             compiled[0](x, target, on_wait)
 
         def run(x: DeviceArray, target: DeviceArray, on_wait: OnWait) -> Any:
-            return group.perform_call(text, move, x.reshape(-1), target.reshape(-1), on_wait)
+            return group.calls.perform(text, move, x.reshape(-1), target.reshape(-1), on_wait)
 
         return run
 

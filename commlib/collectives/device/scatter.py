@@ -77,13 +77,13 @@ def scatter_by_messages(
     own = array if part is None else part
     if own is None:
         whole = np.empty(layout.count, dtype)
-        group.execute(steps, [[Region(whole, layout)]], text, part=2)
+        group.programs.execute(steps, [[Region(whole, layout)]], text, part=2)
         return
     station = calls.station(own.device)
 
     def run(x: DeviceArray | None, target: DeviceArray | None, on_wait: OnWait) -> None:
         whole = own.empty((layout.count,), dtype) if x is None else x.reshape(-1)
-        group.execute(steps, [[Region(whole, layout)]], text, part=2)
+        group.programs.execute(steps, [[Region(whole, layout)]], text, part=2)
         if target is not None:
             target[:] = copy_if_overlapping(whole[start:stop], target)
             wait_for(station.device.current().record(), on_wait)
@@ -109,9 +109,9 @@ def scatter_between_devices(
     group, (shape, dtype) = calls.group, shape_and_dtype
     device = _own_device(name, streams)
     able = device is not None and calls.peers(device).may_exchange
-    if not group.open().board.barrier(1 + able, group.watch(text)) or device is None or not able:
+    if not group.open().board.barrier(1 + able, group.waits.watch(text)) or device is None or not able:
         return False
-    peers, station, watch = calls.peers(device), calls.station(device), group.watch(text)
+    peers, station, watch = calls.peers(device), calls.station(device), group.waits.watch(text)
 
     def run(x: DeviceArray | None, target: DeviceArray | None, on_wait: OnWait) -> bool:
         if peers.open(text, on_wait) is None:

@@ -12,7 +12,7 @@ from commlib.devices.protocol import Device, DeviceEvent, Stream
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.errors import StallError
-from commlib.group.group import Group
+from commlib.group.waits import Waits
 
 log = logging.getLogger("commlib")
 
@@ -35,8 +35,8 @@ class StagingQueue:
     the order, the device has read a host block before the next call copies into it.
     """
 
-    def __init__(self, group: Group, device: Device) -> None:
-        self._group, self.device = group, device
+    def __init__(self, waits: Waits, device: Device) -> None:
+        self._waits, self.device = waits, device
         self._stream, self.copy_stream = device.stream(), device.stream()
         """The second stream copies to the device while the first copies from it. A call ends when both are done."""
         self._done: DeviceEvent | None = None  # after the last call's queued work
@@ -57,7 +57,7 @@ class StagingQueue:
             self._stream.wait(ready)
             self._await_last(self._stream)
             try:
-                value = run(x, target, self._group.watch(f"{text}: copies to and from {self.device.name}", ()))
+                value = run(x, target, self._waits.watch(f"{text}: copies to and from {self.device.name}", ()))
             finally:
                 done = self._done = self._stream.record()
                 self._held.append((done, (x, target)))
@@ -105,7 +105,7 @@ class StagingQueue:
 
         def on_wait() -> None:
             if time.monotonic() > deadline:
-                raise StallError(f"{self._group.name}: {self.device.name} has queued work left after {LAST} s")
+                raise StallError(f"{self._waits.name}: {self.device.name} has queued work left after {LAST} s")
 
         try:
             wait_for(event, on_wait)

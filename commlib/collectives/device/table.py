@@ -94,7 +94,7 @@ class DevicePaths:
             run,
             blocks=any(request.algorithm == "native" for _, request in order),
             only_queues=lambda: bool(chosen) and chosen[0][0].only_queues,
-            on_wait=group.on_wait(f"{text}: copies to and from {self._station.device.name}"),
+            on_wait=group.waits.watch_each(f"{text}: copies to and from {self._station.device.name}"),
         )
 
     def open(self, text: str, on_wait: OnWait) -> tuple[str, ...]:

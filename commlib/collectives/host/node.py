@@ -25,7 +25,7 @@ class NodePath:
         return "" if verb.exchange or verb.on_node else "it has no shared-memory implementation"
 
     def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
-        return _compile(verb, call, group.open()) if group.is_open else Opening(group, verb, call)
+        return _compile(verb, call, group.open()) if group.status.is_open else Opening(group, verb, call)
 
 
 def _compile(verb: Verb, call: Call, context: NodeContext) -> NodeCollective:
@@ -53,8 +53,8 @@ class Opening(CompiledCall):
         return self if self._made is None else self._made
 
     def perform(self, x: Any, target: Any) -> Any:
-        if not self._group.is_open:
-            return self._group.perform_call(self.text, partial(self._open, x, target))
+        if not self._group.status.is_open:
+            return self._group.calls.perform(self.text, partial(self._open, x, target))
         return self._open(x, target)
 
     def _open(self, x: Any, target: Any) -> Any:

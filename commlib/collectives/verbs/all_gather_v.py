@@ -40,7 +40,7 @@ def all_gather_v(calls: Calls, x: Any) -> PreparedCall:
     if peers.may_exchange:
 
         def gather(x: DeviceArray, on_wait: OnWait) -> Any:
-            return group.perform_call(text, gather_rows, *peers.opened(), group, text, x, on_wait)
+            return group.calls.perform(text, gather_rows, *peers.opened(), group, text, x, on_wait)
 
         device_call = run_between_devices(peers, station, text, gather, device_call)
     return PreparedCall(device_call, array, array, return_value, x=x)

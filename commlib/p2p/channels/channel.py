@@ -321,7 +321,7 @@ class Channel:
         array = as_view(x, "send")
         check_sendable(array, self.dtype, self.text)
         if type(array) is DeviceArray:
-            return stage_to_host(self._group, array, f"send on {self.text}")
+            return stage_to_host(self._group.waits, array, f"send on {self.text}")
         return contiguous(array, "send")
 
     def _send(self, x: Any, timeout: float | None) -> None:
@@ -406,7 +406,7 @@ class Channel:
 
     def _watch(self, what: str, end: Any, timeout: float | None, mild: list[BaseException]) -> WaitHook:
         """Return the wait hook of a call. It appends its errors to `mild` if they do not damage the channel."""
-        watch = self._group.watch(what, [self.peer])
+        watch = self._group.waits.watch(what, [self.peer])
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def on_wait() -> None:

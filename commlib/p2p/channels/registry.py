@@ -44,7 +44,7 @@ class Channels:
     """The channels of one group. Costs nothing until the first one is opened."""
 
     def __init__(self, group: Group, letters: RendezvousOwner) -> None:
-        self._group, self._letters = weakref.ref(group), letters
+        self._group, self._letters = group, letters
         self._mailbox: Rendezvous | None = None
         self._open: dict[Address, weakref.ref[Channel]] = {}
         self._opened: Counter[tuple[int, int | str]] = Counter()
@@ -65,8 +65,7 @@ class Channels:
         device: Device | None = None,
     ) -> Any:
         """Open this rank's side of a channel: see `Communicator.channel`."""
-        group = self._group()
-        assert group is not None
+        group = self._group
         terms, form = _make_spec(group, peer, edge, shape, dtype, depth, codec, device)
         text = f"channel {edge!r} with rank {peer}"
         forks.check(text)
@@ -218,11 +217,11 @@ class _Handshake:
         self, text: str, group: Group, ends: ChannelEnds, log_path: Callable[[Group, ChannelEnds], None]
     ) -> None:
         self.description, self._text = f"opening {text}", text
-        self._group, self._ends, self._log_path = weakref.ref(group), weakref.ref(ends), log_path
+        self._group, self._ends, self._log_path = group, ends, log_path
 
     def done(self) -> bool:
-        group, ends = self._group(), self._ends()
-        if group is None or ends is None or ends.has_notified:
+        group, ends = self._group, self._ends
+        if ends.has_notified:
             return True
         try:
             if not ends.try_connect(group, self._text):

@@ -204,13 +204,13 @@ def test_the_fastest_message_algorithm_is_used(copies: list[int]) -> None:
     def rank(comm: Communicator) -> None:
         comm.runtime.chooser = chooser(time("native", 1e-7), time("ring", 1e-6), time("node", 2e-6), time("host", 1))
         executed: list[str] = []
-        execute = comm.group.execute
+        execute = comm.group.programs.execute
 
         def noting(program: Any, *arguments: Any, **options: Any) -> Any:
             executed.append(program.algorithm)
             return execute(program, *arguments, **options)
 
-        comm.group.execute = noting
+        comm.group.programs.execute = noting
         summed(comm)
         assert executed == ["ring"]
 
