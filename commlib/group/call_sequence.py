@@ -24,7 +24,7 @@ class CallSequence:
         config: Config,
         status: GroupStatus,
         waits: Waits,
-        open: Callable[[], None] | None,
+        open: Callable[[], object] | None,
     ) -> None:
         self._transport, self._status, self._waits, self._open = transport, status, waits, open
         self._check = config.check

@@ -11,7 +11,8 @@ from typing import NoReturn, Protocol
 
 from commlib.errors import CommlibError, MismatchError, ShutdownError
 from commlib.group.call_check import StallCheck
-from commlib.node.board import LEFT, NodeBoard
+from commlib.node.board import NodeBoard
+from commlib.node.rank_table import LEFT
 from commlib.process import forks
 from commlib.runtime.process import PARTING
 

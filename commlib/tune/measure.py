@@ -211,7 +211,7 @@ def _zeros(device: Device | None, count: int) -> Any:
 def _run_to_completion(device: Device, group: Communicator, call: TimedCall) -> None:
     """Make a call, and poll until the device has finished it: sleeping would add to the measured time."""
     call()
-    done, watch = device.current().record(), group.waits.watch(f"the end of a call on {device.name}")
+    done, watch = device.current().record(), group.watch(f"the end of a call on {device.name}")
     while not done.done():
         watch()
         time.sleep(0)

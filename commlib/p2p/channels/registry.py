@@ -19,7 +19,7 @@ from commlib.devices.protocol import Device
 from commlib.dtypes import numpy_dtype
 from commlib.errors import CommlibError, ShutdownError, TransportError, UsageError
 from commlib.group.arguments import integer
-from commlib.node.board import LEFT
+from commlib.node.rank_table import LEFT
 from commlib.p2p.channels.drain import drain
 from commlib.p2p.channels.payload import ChannelCodec, ChannelSpec, CodedFormat, PayloadFormat, PlainFormat
 from commlib.p2p.channels.posted_end import MOST_DIMENSIONS, TAGS
