@@ -206,7 +206,7 @@ class Channel:
             self._refuse(what)
             work = QueuedSend(what, make, watch(), self._move, self._await)
             try:
-                end.defer(yes=True)
+                end.flag.defer(yes=True)
                 self._queue.append(work)
                 self._group.runtime.poller.watch(SendPoll(work), self._group)
             except BaseException as error:  # from a signal handler: the work may be queued without a poller to send it
@@ -396,7 +396,7 @@ class Channel:
         raise error
 
     def _raise_closed(self, what: str, bye: Any) -> NoReturn:
-        self.ends.outgoing.halt(yes=True)
+        self.ends.outgoing.flag.halt(yes=True)
         error = PeerError(
             f"{self._group.name}: {what}: rank {self._group.rank}: waited for a rank that will never arrive: rank "
             f"{self.peer} {bye['why']}"
@@ -484,7 +484,7 @@ class Channel:
                 with suppress(ValueError):  # another thread has failed it
                     queue.remove(work)
                     work.finish()
-            end.defer(yes=False)
+            end.flag.defer(yes=False)
             self._pumps.sent()
         except _NoRoomError:  # another thread was faster
             return False
