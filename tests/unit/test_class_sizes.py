@@ -13,21 +13,21 @@ MOST_LINES, MOST_ATTRIBUTES = 300, 20
 
 EXCEPTIONS = {
     # Records: their fields are what a user writes or reads, one by one.
-    "commlib.bench.options.BenchOptions": "a record: the options of the command",
-    "commlib.bench.options.BenchSettings": "a record: the settings of a benchmark",
-    "commlib.config.settings.Config": "a record: the settings of a job",
-    "commlib.expert.experts.Experts": "a record: the arguments of a mixture of experts",
-    "commlib.slurm.job.Job": "a record: the options of a batch job",
-    "commlib.communicator.Communicator": "the verbs: each is documented where users look for it, and calls its module",
-    "commlib.coordinator.coordinator.Coordinator": "being cut",
-    "commlib.data_parallel.reducer.GradientReducer": "being cut",
-    "commlib.pipeline.runner.Runner": "being cut",
-    "commlib.tensor_verbs.ordered_verbs.OrderedVerbs": "being cut",
-    "commlib_tensorflow.pipelines._steps.StepRunner": "being cut",
-    "commlib_tensorflow.pipelines.pipeline.Pipeline": "being cut",
-    "commlib_tensorflow.tensor.tracing.TraceRecorder": "being cut",
-    "commlib_torch.pipelines._losses.LossWeights": "being cut",
-    "commlib_torch.tensor.tracing.TraceRecorder": "being cut",
+    "commlib/bench/options:BenchOptions": "a record: the options of the command",
+    "commlib/bench/options:BenchSettings": "a record: the settings of a benchmark",
+    "commlib/config/settings:Config": "a record: the settings of a job",
+    "commlib/expert/experts:Experts": "a record: the arguments of a mixture of experts",
+    "commlib/slurm/job:Job": "a record: the options of a batch job",
+    "commlib/communicator:Communicator": "the verbs: each is documented where users look for it, and calls its module",
+    "commlib/coordinator/coordinator:Coordinator": "being cut",
+    "commlib/data_parallel/reducer:GradientReducer": "being cut",
+    "commlib/pipeline/runner:Runner": "being cut",
+    "commlib/tensor_verbs/ordered_verbs:OrderedVerbs": "being cut",
+    "commlib_tensorflow/pipelines/_steps:StepRunner": "being cut",
+    "commlib_tensorflow/pipelines/pipeline:Pipeline": "being cut",
+    "commlib_tensorflow/tensor/tracing:TraceRecorder": "being cut",
+    "commlib_torch/pipelines/_losses:LossWeights": "being cut",
+    "commlib_torch/tensor/tracing:TraceRecorder": "being cut",
 }
 
 
@@ -60,13 +60,13 @@ def is_name(node: ast.AST, name: str = "") -> bool:
 
 
 def sizes() -> dict[str, tuple[int, int]]:
-    """Return (lines, attributes) of each class, by `module.Class`."""
+    """Return (lines, attributes) of each class, by `path:Class`."""
     found = {}
     for path in sources():
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("adapters.")
+        module = str(path.relative_to(ROOT).with_suffix("")).removeprefix("adapters/")
         for name, node in classes(ast.parse(path.read_text())):
             assert node.end_lineno is not None
-            found[f"{module}.{name}"] = node.end_lineno - node.lineno + 1, len(attributes(node))
+            found[f"{module}:{name}"] = node.end_lineno - node.lineno + 1, len(attributes(node))
     return found
 
 

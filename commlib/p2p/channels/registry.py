@@ -29,6 +29,7 @@ from commlib.process import forks
 if TYPE_CHECKING:
     from commlib.group.group import Group
     from commlib.p2p.channels.channel import Channel
+    from commlib.p2p.channels.connection import Connection
     from commlib.p2p.channels.device_channel import DeviceChannel
     from commlib.p2p.channels.ends import ChannelEnds
     from commlib.p2p.device.edge import DeviceEdge
@@ -46,7 +47,7 @@ class Channels:
     def __init__(self, group: Group, letters: RendezvousOwner) -> None:
         self._group, self._letters = group, letters
         self._mailbox: Rendezvous | None = None
-        self._open: dict[Address, weakref.ref[Channel]] = {}
+        self._open: dict[Address, weakref.ref[Connection]] = {}  # weak: a channel may be dropped
         self._opened: Counter[tuple[int, int | str]] = Counter()
         self._created = 0
         self._dropped: deque[ChannelEnds] = deque()  # ends of channels that were not closed; filled by finalizers
@@ -105,6 +106,7 @@ class Channels:
         device: Device | None,
     ) -> Channel | DeviceChannel:
         from commlib.p2p.channels.channel import Channel  # loads kernels, and few groups have channels
+        from commlib.p2p.channels.connection import Connection
         from commlib.p2p.channels.ends import ChannelEnds
 
         self._opened[address.peer, address.edge] += 1
@@ -117,15 +119,16 @@ class Channels:
             raise
         mailbox.post(address, "hello", **ends.hello())
         mailbox.expect(address)
-        channel = Channel(group, self, ends, text)
-        self._open[address] = weakref.ref(channel)
-        weakref.finalize(channel, self._dropped.append, ends).atexit = False
+        connection = Connection(group, self, ends, text)
+        self._open[address] = weakref.ref(connection)
+        weakref.finalize(connection, self._dropped.append, ends).atexit = False
+        channel = Channel(connection)
         if edge is None:
             return channel
         from commlib.p2p.channels.device_channel import DeviceChannel
 
         group.runtime.poller.watch(_Handshake(text, group, ends, self._log_path), group, awaited=False)
-        return DeviceChannel(channel, group, edge, terms)
+        return DeviceChannel(channel, edge, terms)
 
     def _edge(self, group: Group, device: Device, peer: int, terms: ChannelSpec) -> DeviceEdge:
         from commlib.p2p.device.edge import DeviceEdge
@@ -175,18 +178,18 @@ class Channels:
 
     def halt(self) -> None:
         """Stop all channels, as in a forked child."""
-        for channel in self._channels():
-            channel.ends.halt()
+        for connection in self._connections():
+            connection.ends.halt()
 
     def leave(self, reason: str) -> None:
         """End all channels, because the group has failed or is closing. Blocks briefly at most. Idempotent."""
         if self._mailbox is None or self._leave_reason:
             return
         self._leave_reason = reason or LEFT
-        for channel in self._channels():
-            if channel.ends.device is not None and not reason:
-                channel.flush(_PARTING)
-            self.end(channel.ends, self._leave_reason, failed=bool(reason))
+        for connection in self._connections():
+            if connection.ends.device is not None and not reason:
+                connection.flush(_PARTING)
+            self.end(connection.ends, self._leave_reason, failed=bool(reason))
         self.sweep()
         if not reason:
             self.close()
@@ -202,11 +205,11 @@ class Channels:
                 ends.device.part(deadline)
             ends.close()
 
-    def _channels(self) -> Sequence[Channel]:
-        return [channel for reference in list(self._open.values()) if (channel := reference()) is not None]
+    def _connections(self) -> Sequence[Connection]:
+        return [connection for reference in list(self._open.values()) if (connection := reference()) is not None]
 
 
-def _is_open(reference: weakref.ref[Channel]) -> bool:
+def _is_open(reference: weakref.ref[Connection]) -> bool:
     return reference() is not None
 
 
