@@ -157,7 +157,8 @@ HOST_KERNELS_ALLOWED = (
     # calls of compiled functions, written down
     "commlib.execution.reduce_function", "commlib.execution.persistent_programs",
     "commlib.execution.rounds",
-    "commlib.p2p.channels.inbox", "commlib.p2p.channels.outbox", "commlib.p2p.channels.node_end", "commlib.p2p.channels.halt_flag",
+    "commlib.p2p.channels.inbox", "commlib.p2p.channels.outbox", "commlib.p2p.channels.node_end",
+    "commlib.p2p.channels.halt_flag",
     "commlib.p2p.channels.posted_end", "commlib.p2p.channels.posted_sends", "commlib.p2p.channels.posted_receives",
     "commlib.p2p.lanes",  # memory of the host that two ranks share
     "commlib.data_parallel.bucket_reducer",  # copies past the caches
