@@ -46,17 +46,19 @@ def classes(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.ClassDef
 
 def attributes(node: ast.ClassDef) -> set[str]:
     """Return the names that the class assigns to `self`, and its annotated fields."""
-    fields = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and is_name(item.target)}
+    fields = {
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
     stored = {
         item.attr
         for item in ast.walk(node)
-        if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store) and is_name(item.value, "self")
+        if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store) and is_self(item.value)
     }
     return fields | stored
 
 
-def is_name(node: ast.AST, name: str = "") -> bool:
-    return isinstance(node, ast.Name) and (not name or node.id == name)
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def sizes() -> dict[str, tuple[int, int]]:
