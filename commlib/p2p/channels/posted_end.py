@@ -132,7 +132,7 @@ class PostedEnd:
         if functions is not None:
             self._buffers = np.zeros(1, np.int32), np.zeros(functions.status_bytes, np.uint8)
             end[kernels.START], end[kernels.TEST] = functions.start, functions.test
-            end[kernels.FLAG], end[kernels.STATUS] = map(address_of, self._buffers)
+            end[kernels.FLAG], end[kernels.STATUS] = (address_of(buffer) for buffer in self._buffers)
         # MPI allows one thread at a time to test a request. Reentrant, for calls from signal handlers.
         self.lock, self._turn = threading.RLock(), KernelLock(self.at)
         self._slots: list[PostedSlot] = []
