@@ -110,7 +110,7 @@ class Group:
     def open(self) -> NodeContext:
         """Return the context of collectives within this node. The first call is collective, within an operation."""
         board, node, progress = self.local_node.open(), self.local_node, self.progress
-        return NodeContext(self, board, progress, node.places, node.completion.complete, self.status.abandon)
+        return NodeContext(self, board, progress, node.places, node.complete, self.status.abandon)
 
     def prepare(self) -> None:
         """Create now the resources that the first collective would create. Collective, before any other operation."""
@@ -119,7 +119,7 @@ class Group:
 
     def symmetric_on(self, device: Device) -> SymmetricMemory:
         """Return the symmetric memory of a device."""
-        return self.local_node.memories.on(device)
+        return self.local_node.symmetric_on(device)
 
     def child(self, transport: Transport, name: str, key: str = "", *, private: bool = False) -> Group:
         """Return the group of a transport that was split from this group's transport. Not collective.

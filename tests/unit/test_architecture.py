@@ -153,7 +153,7 @@ HOST_KERNELS_ALLOWED = (
     "commlib.devices.host",
     "commlib.node",  # shared memory of the host, and the flags in it
     "commlib.buffers.symmetric_memory",  # those kernels look up its places
-    "commlib.group.completion",  # their return values
+    "commlib.group.local_node",  # their return values
     # calls of compiled functions, written down
     "commlib.execution.reduce_function", "commlib.execution.persistent_programs",
     "commlib.execution.rounds",
