@@ -2,14 +2,14 @@
 
     use(buckets) | plan(bucket, array), ... | per reduction: end, take, successor | per step: commit or rollback
 
-A GradientReducer has one reduction at a time. `AllReduce` is the plain one; `CompressionWarmup` is replaced by a
-`CompressedReduction`; a `ShardedReduction` leaves each rank its parts.
+A GradientReducer has one reduction at a time. `BucketReduction` all-reduces buckets; a `CompressionWarmup` is replaced
+by a `CompressedReduction`; a `ShardedReduction` leaves each rank its parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from commlib.data_parallel.bucket_order import BucketOrder
 from commlib.data_parallel.bucket_reducer import BucketPlan, BucketReducer
@@ -22,11 +22,14 @@ from commlib.data_parallel.values import Values
 from commlib.errors import UsageError
 
 
-class BucketReduction(Protocol):
-    """Interface of reductions, with the methods that most of them share."""
+class BucketReduction:
+    """All-reduces each bucket; base of the reductions that do more."""
 
-    may_launch: bool = True
+    may_launch = True
     """Buckets may be launched. False until ranks have agreed on the buckets, which `successor` does."""
+
+    def __init__(self, ranks: ReducerRanks) -> None:
+        self._ranks = ranks
 
     @property
     def shards(self) -> Shards:
@@ -38,7 +41,7 @@ class BucketReduction(Protocol):
 
     def plan(self, bucket: Bucket, array: Any) -> BucketPlan:
         """Return the plan that reduces a bucket in its array. Called again for a bucket that gets another array."""
-        ...
+        return self._ranks.plan(bucket, array)
 
     def end(self, engine: BucketReducer) -> None:
         """Complete a reduction: all buckets of `engine` are reduced."""
@@ -75,14 +78,3 @@ class BucketReduction(Protocol):
 
     def take_over(self, before: BucketReduction) -> None:
         """Continue after the reduction of another reducer."""
-
-
-class AllReduce(BucketReduction):
-    """Reduces each bucket as the ranks do by themselves: by an all-reduce, or by an operation of a name."""
-
-    def __init__(self, ranks: ReducerRanks) -> None:
-        self._ranks = ranks
-
-    def plan(self, bucket: Bucket, array: Any) -> BucketPlan:
-        """Return the plan of an all-reduce of a bucket."""
-        return self._ranks.plan(bucket, array)

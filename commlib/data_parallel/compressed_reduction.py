@@ -14,7 +14,7 @@ from typing import Any
 from commlib.compress.scheme import BucketPart
 from commlib.data_parallel.bucket_order import BucketOrder
 from commlib.data_parallel.bucket_reducer import BucketPlan, BucketReducer
-from commlib.data_parallel.bucket_reduction import AllReduce, BucketReduction
+from commlib.data_parallel.bucket_reduction import BucketReduction
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.options import Gradient
 from commlib.data_parallel.reducer_ranks import BucketCompression, ReducerRanks
@@ -22,7 +22,7 @@ from commlib.data_parallel.resume_point import ResumePoint, agree_on_resume_poin
 from commlib.data_parallel.unbucketed_gradients import UnbucketedGradients
 
 
-class CompressionWarmup(AllReduce):
+class CompressionWarmup(BucketReduction):
     """Reduces without compression until the order of gradients is settled.
 
     Before the first reduction ranks agree on whether all of them resume one saved run, which settles the order.
@@ -64,7 +64,7 @@ class CompressionWarmup(AllReduce):
         self.may_launch = self.may_launch or before.may_launch
 
 
-class CompressedReduction(AllReduce):
+class CompressedReduction(BucketReduction):
     """Compresses float32 buckets over all ranks, and all-reduces all other buckets.
 
     `steps`: compressed reductions in the run that is resumed. The compression state moves to new buckets by the names

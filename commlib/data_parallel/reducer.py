@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from commlib.comparison.parameter_check import check_agreement
 from commlib.data_parallel.bucket_reducer import BucketReducer
-from commlib.data_parallel.bucket_reduction import AllReduce, BucketReduction
+from commlib.data_parallel.bucket_reduction import BucketReduction
 from commlib.data_parallel.buckets import Bucket
 from commlib.data_parallel.compressed_reduction import CompressionWarmup
 from commlib.data_parallel.gradient_buckets import GradientBuckets
@@ -368,4 +368,4 @@ def _choose_reduction(
         return ShardedReduction(ranks, options.shard_axis)
     if compression.scheme is not None:
         return CompressionWarmup(ranks, compression, gradients)
-    return AllReduce(ranks)
+    return BucketReduction(ranks)

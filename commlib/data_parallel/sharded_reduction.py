@@ -19,7 +19,8 @@ class ShardedReduction(BucketReduction):
     """Reduces buckets to this rank's parts: over all ranks, or over `shard_axis` and then over its replicas."""
 
     def __init__(self, ranks: ReducerRanks, shard_axis: str) -> None:
-        self._ranks, self._shard_axis = ranks, shard_axis
+        super().__init__(ranks)
+        self._shard_axis = shard_axis
         self._shards: Shards | None = None
 
     @property
