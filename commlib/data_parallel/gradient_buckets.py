@@ -97,6 +97,10 @@ class GradientBuckets:
         missing.note_absent(unused)
         self.gains.note_results()
 
+    def resume_point(self) -> ResumePoint | None:
+        """Return the point from which a later run resumes."""
+        return self.reduction.resume_point(self.order, self.unbucketed)
+
     def drop(self) -> None:
         """Wait for the launched buckets, and drop them."""
         try:
@@ -156,10 +160,6 @@ class GradientBuckets:
         successor = self.reduction.successor(self.order, self.unbucketed)
         if is_new or successor is not self.reduction:
             self._replace(successor)
-
-    def resume_point(self) -> ResumePoint | None:
-        """Return the point from which a later run resumes."""
-        return self.reduction.resume_point(self.order, self.unbucketed)
 
     def _agree(self) -> None:
         """Agree on the reduction to begin with, if ranks have not. Collective."""

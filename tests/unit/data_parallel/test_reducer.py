@@ -533,6 +533,24 @@ def test_a_joined_rank_adds_nothing() -> None:
     loopback.run(3, rank)
 
 
+def test_a_joined_rank_undoes_a_reduction_that_is_not_finite() -> None:
+    """It counted the step that all others skipped, so later ones were compressed differently."""
+
+    def rank(comm: Communicator) -> Any:
+        narrow = [replace(one, dtype="float32") for one in GRADIENTS]
+        reducer, values = reducer_of(comm, narrow, compression="dgc", within_node=True)
+        for value in (1.0, 2.0, np.inf) if comm.rank == 0 else (1.0, 2.0):
+            backward(reducer, values, {i: np.full(one.shape, value, np.float32) for i, one in enumerate(narrow)})
+            if np.isfinite(value):
+                reducer.stepped()
+            reducer.cleared()
+        reducer.contribute_nothing()
+        return {name: int(state["step"]) for name, state in reducer.compression.state().items()}
+
+    first, second = run(TWO_NODES, rank)
+    assert first == second != {}
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_abandoned_backward_raises_on_the_other_ranks(overlap: bool) -> None:
     """They took its finished buckets for gradients. A joined rank does not take part."""
