@@ -173,7 +173,7 @@ DEVICE_NEUTRAL = (
     "commlib.compress.schemes.all_to_all", "commlib.compress.schemes.all_gather", "commlib.compress.schemes.dgc",
     "commlib.compress.schemes.low_rank", "commlib.compress.schemes.power_sgd", "commlib.compress.checks",
     "commlib.compress.activations", "commlib.compress.auto",
-    "commlib.data_parallel.compressed_plans", "commlib.data_parallel.buckets", "commlib.data_parallel.tracker",
+    "commlib.data_parallel.compressed_reduction", "commlib.data_parallel.buckets", "commlib.data_parallel.tracker",
     "commlib.execution.streaming",
     "commlib.collectives.verbs.all_reduce", "commlib.collectives.verbs.reduce", "commlib.collectives.verbs.broadcast",
     "commlib.collectives.verbs.gather", "commlib.collectives.verbs.reduce_scatter", "commlib.collectives.verbs.program",

@@ -64,17 +64,7 @@ class DevicePeers:
             log.log(level, "%s: collectives on %s go through the host: %s", group.name, device.name, self.refusal)
             return
         self.board, self._queue.let_go = device_board, device_board.release
-
-    def leave(self, reason: str) -> None:
-        """With a reason, release the streams' waits for other ranks: see `GroupPart`."""
-        if self.board is not None:
-            self.board.leave(reason)
-
-    def close(self) -> None:
-        """Release the board. No queued work may still use it."""
-        board, self.board = self.board, None
-        if board is not None:
-            board.close()
+        group.attach(device_board)
 
 
 def _refusal(group: Group) -> str:

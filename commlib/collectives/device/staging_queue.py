@@ -43,6 +43,7 @@ class StagingQueue:
         # The arrays of calls whose work may still run: their memory must not be reused.
         self._held: deque[tuple[DeviceEvent, Any]] = deque()
         self._text = ""  # of the running call
+        self._is_closed = False
         self.let_go: Callable[[], None] | None = None
         """A function that ends the stream's waits for other ranks."""
 
@@ -98,7 +99,10 @@ class StagingQueue:
             self._end()
 
     def close(self) -> None:
-        """Wait up to LAST seconds for the queued work and drop the memory. Also called after an abort."""
+        """Wait up to LAST seconds for the queued work and drop the memory. Also called after an abort. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._end()
         self._blocks, self._held = {}, deque()
 
