@@ -20,7 +20,6 @@ EXCEPTIONS = {
     "commlib/slurm/job:Job": "a record: the options of a batch job",
     "commlib/communicator:Communicator": "the verbs: each is documented where users look for it, and calls its module",
     "commlib/coordinator/coordinator:Coordinator": "being cut",
-    "commlib/data_parallel/reducer:GradientReducer": "being cut",
     "commlib/pipeline/runner:Runner": "being cut",
     "commlib/tensor_verbs/ordered_verbs:OrderedVerbs": "being cut",
     "commlib_tensorflow/pipelines/_steps:StepRunner": "being cut",
