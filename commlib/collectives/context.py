@@ -8,7 +8,6 @@ from commlib.collectives.device.staging_queue import StagingQueue
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.group.group import Group
-from commlib.group.weak_references import WeakPart
 
 
 class PathContext:
@@ -19,8 +18,8 @@ class PathContext:
 
     def __init__(self, group: Group, device: Device) -> None:
         self.group, self.device, self.on_host = group, device, device is HOST
-        self.queue = StagingQueue(group, device)
+        self.queue = StagingQueue(group.waits, device)
         self.peers = DevicePeers(group, self.queue)
         self.nccl = NcclConnection(group, device)
         if not self.on_host:
-            group.attach(WeakPart(self.queue))
+            group.attach(self.queue)
