@@ -12,7 +12,7 @@ from torch import Tensor
 from commlib.arguments import describe_type, list_of
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib.kernels.host.norm import sum_of_squares
+from commlib.kernels.norm import sum_of_squares
 from commlib.optim.clipping import check_limit, clip_factor, norm_of, sum_over_axes
 from commlib.sharding.shards import Shard
 from commlib_torch._bridge import to_array

@@ -18,7 +18,7 @@ from numba import types
 from commlib.dtypes import BITWISE, COMPLEX, DTYPES, FLOATS, HALVES, INTEGERS, OPERATIONS, kernel_operation
 from commlib.kernels import host, machine_code
 from commlib.kernels.cache import folder as folder
-from commlib.kernels.host import norm, rows
+from commlib.kernels.host import rows
 from commlib.kernels.reductions import reduction_name
 
 _NUMBERS = {"int": types.int64, "bool": types.boolean, "float": types.float64}
@@ -112,10 +112,10 @@ def tasks(*, rare: bool = True) -> Iterator[CompileTask]:
         for number, signature in enumerate(ARRAYS.get(name, _number_signatures(dispatcher))):
             yield CompileTask(f"{name} {number}" if number else name, partial(_kernel, dispatcher, signature))
     for kind in FLOATS:
+        yield CompileTask(f"squares {kind}", partial(_machine_code, f"norm.squares-{kind}"))
         stored = {"float16": types.uint16, "bfloat16": types.uint16}.get(kind) or getattr(types, kind)
         table = stored[:, ::1]
         for factory, signature in (
-            (norm._compiled, (stored[::1],)),
             (rows._summing, (table, _I, _I, _L, _F)),
             (rows._scaling, (_I, _I, _I, _i, table, _F, _i)),
             (rows._products, (table, table, _F, table, _F)),

@@ -15,7 +15,7 @@ import numpy as np
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host.norm import sum_of_squares
+from commlib.kernels.norm import sum_of_squares
 
 
 def check_limit(call: str, argument: str, limit: float) -> float:

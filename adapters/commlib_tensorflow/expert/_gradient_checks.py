@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from commlib.comparison.gradient_comparison import EVERY, MOST, is_due, print_of
 from commlib.expert.shared_gradients import check_step, has_experts
-from commlib.kernels.host.norm import sum_of_squares
+from commlib.kernels.norm import sum_of_squares
 from commlib_tensorflow._bridge import Array
 from commlib_tensorflow._host_calls import Spec, call, is_ordered
 from commlib_tensorflow._keras_reduction import DistributedMixin, key_of

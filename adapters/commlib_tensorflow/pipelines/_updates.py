@@ -13,7 +13,7 @@ import tensorflow as tf
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import UsageError
-from commlib.kernels.host.norm import sum_of_squares
+from commlib.kernels.norm import sum_of_squares
 from commlib.optim.clipping import clip_factor, norm_of_powers, power_over_axes
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._keras_reduction import DistributedMixin

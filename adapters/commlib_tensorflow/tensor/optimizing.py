@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from commlib.comparison.gradient_comparison import EVERY, MOST, is_due
-from commlib.kernels.host.norm import sum_of_squares
+from commlib.kernels.norm import sum_of_squares
 from commlib.sharding.axis import ParallelAxis
 from commlib.tensor_parallel.checks.axis_equality import check_alike
 from commlib.tensor_parallel.run.optimizers import check_optimizer

@@ -210,6 +210,11 @@ def _reduce_pair(kind: Any, operation: Any, sources: Any, targets: Any, count: A
     return vectors if name == "float16" else loops
 
 
+def stored_type(dtype: str) -> Any:
+    """Return the type in which elements of a dtype are stored."""
+    return getattr(np, _STORED.get(dtype, dtype))
+
+
 def reduction(dtype: str, operation: str) -> Any:
     """Return the kernel for one dtype and one of sum, mean, prod, min, max (or, and: bool only)."""
     if dtype == HALVES:
@@ -217,7 +222,7 @@ def reduction(dtype: str, operation: str) -> Any:
     if accumulator_dtype(dtype, operation) == HALVES:
         return mean_function(dtype)
     kind = dtype
-    stored = getattr(np, _STORED.get(dtype, dtype))
+    stored = stored_type(dtype)
     combined = getattr(np, _STORED.get(accumulator := accumulator_dtype(dtype, operation), accumulator))
     size, nbytes = np.dtype(stored).itemsize, BLOCK * np.dtype(combined).itemsize
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.dtypes import Array
-from commlib.kernels.host import convert, draw, low_rank, norm, orthonormal, quantise, signs, sparse, sparsify
+from commlib.kernels.host import convert, draw, low_rank, orthonormal, quantise, signs, sparse, sparsify
 from commlib.kernels.host import rows as row_kernels
+from commlib.kernels.norm import sum_of_squares
 from commlib.kernels.protocol import BlockLayout, Code, Fault, Kernels, Value
 from commlib.kernels.reductions import reduction
 
@@ -89,7 +90,7 @@ class HostKernels(Kernels):
             at += target.nbytes
 
     def squares(self, x: Any) -> float:
-        return norm.sum_of_squares(_numpy(x))
+        return sum_of_squares(_numpy(x))
 
     def is_finite(self, x: Any) -> bool:
         values = _numpy(x)

@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import os
 import numpy as np
-import commlib.kernels.host.norm
+import commlib.kernels.host.compilation
 from numba.core import errors
 from numba.cpython import listobj  # which makes an error message, as soon as anything is compiled
 print("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING" in os.environ)

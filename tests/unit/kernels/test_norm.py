@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.errors import UsageError
-from commlib.kernels.host.norm import sum_of_squares
+from commlib.kernels.norm import sum_of_squares
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
