@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -137,6 +137,13 @@ class LossWeights:
         if isinstance(value, dict) and set(value) <= set(self._outputs):
             return [value.get(name) for name in self._outputs]
         return list(value) if isinstance(value, list | tuple) else keras.tree.flatten(value)
+
+
+class CompiledLoss(NamedTuple):
+    """The loss of compile(): a function of (target, outputs, sample weight), None if there is none; and its weights."""
+
+    function: Any
+    weights: LossWeights
 
 
 class _OutputLoss:
