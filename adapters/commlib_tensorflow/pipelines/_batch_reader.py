@@ -33,7 +33,7 @@ class BatchReader:
     """Reads the batches of one rank. rows: where the rows of x and y are."""
 
     def __init__(self, pipe: Pipe, pieces: SplitModel, rows: Rows) -> None:
-        self._pipe, self._rows = pipe, rows
+        self._pipe, self._rows, self._microbatches = pipe, rows, pipe.schedule.microbatches
         self._graph, self._inputs, self._outputs = pieces.graph, pieces.inputs, len(pieces.outputs)
 
     def read(
@@ -105,7 +105,7 @@ class BatchReader:
 
     def _cut_x(self, x: Any, *, cut: bool) -> tuple[list[Any], list[int]]:
         """Return the inputs of each microbatch, and its number of rows."""
-        graph, count = self._graph, self._pipe.schedule.microbatches
+        graph, count = self._graph, self._microbatches
         if cut:
             return cut_by_rows(inputs_of(graph, x), count, "x", places_of(graph, x, self._rows.x))
         check_parts(x, count, "x")
@@ -113,7 +113,7 @@ class BatchReader:
 
     def _cut_y(self, y: Any, sample_weight: Any, *, cut: bool) -> tuple[list[Any], list[int]]:
         """Return target and sample weight of each microbatch, and its number of rows."""
-        where, count = (self._rows.y, 0), self._pipe.schedule.microbatches
+        where, count = (self._rows.y, 0), self._microbatches
         if cut:
             return cut_by_rows((y, sample_weight), count, "y", where)
         check_parts(y, count, "y")
@@ -125,7 +125,7 @@ class BatchReader:
     def _counts(self, rows: int, of_x: list[int], of_y: list[int], *, cut: bool) -> list[int]:
         """Return the rows of each microbatch. Raises UsageError on all ranks if x and y differ in rows."""
         if cut:
-            return [part.stop - part.start for part in rows_of(rows, self._pipe.schedule.microbatches)]
+            return [part.stop - part.start for part in rows_of(rows, self._microbatches)]
         counts = self._pipe.comm.all_gather_object((of_x, of_y))
         of_x, of_y = counts[self._pipe.first][0], counts[self._pipe.last][1]
         if of_x != of_y:
@@ -143,7 +143,7 @@ class BatchReader:
         inputs: Sequence[Any] = ()
         if losses.wants_inputs and x is not None:
             parted = cut_by_rows if cut else cut_by_user
-            inputs = parted(as_tensors(x, "x"), self._pipe.schedule.microbatches, "x", self._rows.x)[0]
+            inputs = parted(as_tensors(x, "x"), self._microbatches, "x", self._rows.x)[0]
         batch.weights = losses.weights(counts, batch.targets, batch.sample_weights, inputs)
         batch.shares = batch.weights.in_updates(self._pipe.schedule.every)
         batch.looks = losses.wants_check(batch.targets, counts)
