@@ -39,20 +39,23 @@ class OperationRecorder:
         tries: bool,
     ) -> None:
         self._recording, self._log, self._retained, self._lengths = recording, log, retained, lengths
-        self._styles, self._tries, self.training = styles, tries, False
+        self._styles, self._tries = styles, tries
         self.communicates = False
         """Ranks communicated outside of layers."""
         self.is_custom = False
         """A function between layers has a custom gradient."""
 
-    def record(self, first: int) -> None:
-        """Record all operations added to the graph, in order: leaf layers as one step, other operations one by one."""
+    def record(self, first: int, *, training: bool) -> None:
+        """Record the operations from `first` on, in order: leaf layers as one step, other operations one by one.
+
+        training: of the call of the model.
+        """
         ops = self._log.graph.get_operations()
         leaves = iter([*(call for call in self._log.calls if call.leaf), None])
         leaf, at = next(leaves), first
         while at < len(ops) or leaf is not None:
             if leaf is not None and leaf.first <= at:
-                self._leaf(leaf)
+                self._leaf(leaf, training=training)
                 at, leaf = max(at, leaf.last), next(leaves)
             elif at < len(ops):
                 self._operation(ops[at], at)
@@ -60,7 +63,7 @@ class OperationRecorder:
             else:
                 break
 
-    def _leaf(self, call: GraphCall) -> None:
+    def _leaf(self, call: GraphCall, *, training: bool) -> None:
         if call.fields is not None:
             fields = self._lengths.describe(call.fields, call.inputs[0]) if call.inputs else call.fields
             self._recording.add(call.name, outputs=call.results, text=call.text, place=call.place, **fields)
@@ -77,7 +80,7 @@ class OperationRecorder:
             self.communicates |= any(op.type in CALLS for op in within)
         if self._tries and fields["kind"] == "unknown" and isinstance(self._styles, Mapping):
             style, (args, options) = self._styles.get(call.name), call.arguments
-            fields |= try_on_shards(style, call.layer, args, options, training=self.training)
+            fields |= try_on_shards(style, call.layer, args, options, training=training)
         text = type(call.layer).__name__
         self._recording.add(call.name, inputs=call.inputs, outputs=call.results, text=text, place=call.place, **fields)
 

@@ -159,7 +159,7 @@ class TraceRecorder:
 
     def run(self, call: ModelCall, *, training: bool) -> Any:
         """Call the model, and record its steps. An exception is kept as `error`."""
-        self._log.graph, self._operations.training = tf.compat.v1.get_default_graph(), training
+        self._log.graph = tf.compat.v1.get_default_graph()
         for tensor in call.tensors:
             self._recording.add("", "given", (), (tensor,), text="an argument")
         before, result = self._log.count, None
@@ -174,7 +174,7 @@ class TraceRecorder:
         if self._keeps and self.error is None:
             others = [updates, *self._layer_calls.losses, *([] if self._guided is None else [self._guided.values])]
             held = self._retained.find(before, self._model, call, self._results, others)
-        self._operations.record(before)
+        self._operations.record(before, training=training)
         names = {id(variable): variable.path for variable in self._model.variables}
         for key, value in updates.items():
             self._retained.note_assignment(value, f"what is assigned to {names.get(key, 'a variable')}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -12,19 +11,17 @@ from torch.utils import _pytree as pytree
 
 from commlib.pipeline.batch import shares
 from commlib.pipeline.losses import (
+    KEPT_BYTES,
     REMEDY,
     CheckSchedule,
     MicrobatchWeights,
     fault_in_sum,
     fault_in_terms,
-    is_close,
+    is_repeatable,
 )
 from commlib_torch.pipelines._batch_losses import Losses
 from commlib_torch.pipelines._loss_calls import Count, as_numbers
 from commlib_torch.pipelines._loss_copies import LossCopies, copy_values
-
-KEPT = 256 << 20
-"""Upper limit of the bytes of kept outputs for comparing the loss of several microbatches; two are always kept."""
 
 OF_SUMMANDS = (
     "A loss with several summands, means over different numbers of terms, returns a dict of them; weigh= is one, too: "
@@ -43,13 +40,13 @@ class LossCheck:
 
     def __init__(self, copies: LossCopies) -> None:
         self._copies, self._looks = copies, CheckSchedule()
-        self._may_look, self._may_count = True, True
+        self._may_count = True
 
     def begin(self, losses: Losses, microbatch: int, output: Any, counts: list[Count | None]) -> None:
         """Decide at the first microbatch of a batch whether the batch is compared. counts: the terms of its calls."""
         if counts and self._may_count:
             losses.calls[microbatch] = counts
-        if self._may_look and not losses.is_single:
+        if not (losses.is_single or self._looks.has_ended):
             is_even = losses.weights is None or _are_by_rows(losses)
             losses.looks = self._looks.is_due(
                 (_structure_key(output), _structure_key(losses.targets[microbatch]), is_even)
@@ -58,7 +55,7 @@ class LossCheck:
     def keep(self, losses: Losses, microbatch: int, output: Any) -> None:
         """Keep a copy of a microbatch's output, if there is room."""
         outputs = losses.outputs
-        if len(outputs) < 2 or (len(outputs) + 1) * _bytes(output) <= KEPT:
+        if len(outputs) < 2 or (len(outputs) + 1) * _bytes(output) <= KEPT_BYTES:
             # A sent output is in memory that the next microbatch may overwrite, and a loss may work in place.
             outputs[microbatch] = copy_values(output)
 
@@ -103,8 +100,8 @@ class LossCheck:
         summands = {name: (losses.of_summands[name], one) for name, one in losses.summands.items()}
         for name, (values, weights) in (summands or {"": (losses.values, losses.weights)}).items():
             own = [float(values[number]) for number in numbers]
-            if math.isfinite(own[0]) and not is_close(again[name], own[0], abs(own[0]), epsilon):
-                self._may_look = False  # it is random, or differs between calls
+            if not is_repeatable(own[0], again[name], epsilon):
+                self._looks.end()
                 return "", False
             weights = MicrobatchWeights(tuple(weights.terms[number] for number in numbers), weights.is_sum)
             of = f"{by} of {name}" if name else by
