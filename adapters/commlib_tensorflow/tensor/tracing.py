@@ -10,15 +10,13 @@ import keras
 import tensorflow as tf
 
 from commlib.errors import UsageError
-from commlib.tensor_parallel.checks.weight_shapes import SeenWeights, WeightShape
+from commlib.tensor_parallel.checks.weight_shapes import SeenWeights
 from commlib.tensor_parallel.equations import Equation
 from commlib.tensor_parallel.recording import StepRecording
 from commlib.tensor_parallel.styles import PerRank, Style
 from commlib.tensor_parallel.trace import ModelTrace
 from commlib_tensorflow._trial_run import preserve_model
 from commlib_tensorflow.tensor._calls import ModelCall
-from commlib_tensorflow.tensor._conditions import watch_element_reads
-from commlib_tensorflow.tensor._eager_checks import watch_eager_checks
 from commlib_tensorflow.tensor._gradient_registry import forget_gradients
 from commlib_tensorflow.tensor._guided_calls import GuidedCall
 from commlib_tensorflow.tensor._nested_tensors import tensors_in
@@ -28,11 +26,11 @@ from commlib_tensorflow.tensor._trace_calls import CallLog
 from commlib_tensorflow.tensor._trace_functions import OpaqueFunctions
 from commlib_tensorflow.tensor._trace_layers import LayerCalls
 from commlib_tensorflow.tensor._trace_lengths import RequestedLengths
-from commlib_tensorflow.tensor._trace_lines import PACKAGES, user_line
+from commlib_tensorflow.tensor._trace_lines import user_line
 from commlib_tensorflow.tensor._trace_operations import OperationRecorder
+from commlib_tensorflow.tensor._trace_queries import UserQueries
 from commlib_tensorflow.tensor._trace_retained import RetainedValues
 from commlib_tensorflow.tensor._weight_sharing import find_tied
-from commlib_tensorflow.tensor._weights import override_shapes
 
 Layers = Mapping[str, Any]
 """The layers of a model by their names."""
@@ -72,17 +70,17 @@ def try_trace(
             graph_of(once, call)
         if recorder.error is None:
             break
-    if recorder.error is not None and recorder.request_place:
+    if recorder.error is not None and recorder.queries.element_place:
         reason = (
-            f"it requests elements of a tensor at {recorder.request_place}. A graph tensor has none, so later "
+            f"it requests elements of a tensor at {recorder.queries.element_place}. A graph tensor has none, so later "
             "operations cannot be checked: use keras.ops.where or cond, or leave example= and verify= out"
         )
         error = UsageError(f"plan: {type(model).__name__} cannot be traced: {reason}")
         error.__cause__, recorder.error = recorder.error, error
     if recorder.hidden and hidden is not None:
         hidden.extend(recorder.hidden)
-    if recorder.eager and eager is not None:
-        eager.extend(recorder.eager)
+    if recorder.queries.eager and eager is not None:
+        eager.extend(recorder.queries.eager)
     return recorder.trace(), recorder.error
 
 
@@ -140,7 +138,7 @@ class TraceRecorder:
         own_numbers = isinstance(styles, Mapping) and any(isinstance(style, PerRank) for style in styles.values())
         self._measures = measures or own_numbers
         self._whole = not styles_in(layers) if whole is None else whole
-        self._guided, self._weights = guided, weights or {}
+        self._guided = guided
         self._log = log = CallLog()
         sources = _TensorSources(model, layers, log)
         self._recording = recording = StepRecording(shape_of, sources.source, _key, is_discrete, user_line)
@@ -151,10 +149,7 @@ class TraceRecorder:
         self._results: list[Any] = []
         self.tensors = recording.tensors
         """All values, by number."""
-        self.request_place = ""
-        """The line where elements of a tensor were requested, which graph tensors do not have."""
-        self.eager: list[str] = []
-        """Lines of user code that query whether they run eagerly."""
+        self.queries = UserQueries(log, weights or {})
         self.error: Exception | None = None
 
     def run(self, call: ModelCall, *, training: bool) -> Any:
@@ -235,31 +230,13 @@ class TraceRecorder:
         with ExitStack() as stack:
             stack.enter_context(self._layer_calls.watch())
             stack.enter_context(self._functions.watch())
-            stack.enter_context(watch_element_reads(self._log.graph, self._note_element_read))
-            stack.enter_context(override_shapes(self._weights, self._note_shape_request, PACKAGES))
-            stack.enter_context(watch_eager_checks((self._model, *self._layers.values()), self.eager.append, PACKAGES))
+            stack.enter_context(self.queries.watch((self._model, *self._layers.values())))
             if self._measures:
                 stack.enter_context(self._lengths.watch(numbers_in(self._model, self._layers)))
             if self._inlines:
                 stack.callback(tf.config.run_functions_eagerly, tf.config.functions_run_eagerly())
                 tf.config.run_functions_eagerly(True)
             yield
-
-    def _note_shape_request(self, seen: WeightShape) -> bool:
-        """Record a request for the shape of a sharded weight; return whether it came from outside of its layer."""
-        if self._log.depth:
-            return False
-        place, text = user_line(), "the shape of its weight"
-        if not any((one.name, one.place, one.text) == (seen.layer, place, text) for one in self._log.calls):
-            self._log.note(seen.layer, [], {"kind": "shape", "inputs": ()}, text)
-        return True
-
-    def _note_element_read(self, tensor: Any) -> None:
-        """Record a request for elements of a tensor, such as a condition in Python."""
-        place = user_line()
-        if not self._log.depth and tensor.graph is self._log.graph and place:
-            self.request_place = place
-            self._log.note("", [tensor], {"kind": "number", "inputs": (tensor,)}, "a number of Python")
 
 
 class _TensorSources:
