@@ -28,7 +28,7 @@ class LossCopies:
 
     def losses(self, *batches: tuple[Any, Any]) -> list[dict[str, float]]:
         """Return the loss of each batch without side effects: on a copy, with restored random states."""
-        loss: Any = isolate(self.loss, parameters_of(self.loss))  # type: ignore[arg-type]
+        loss: Any = isolate(self.loss, parameters_of(self.loss))
         results = []
         with torch.no_grad(), same_random_numbers(batches[0]):
             for output, target in batches:
@@ -81,7 +81,7 @@ class LossCopies:
 
     def _call(self, output: Any, target: Any) -> Any:
         """Call the loss on an output, which must be a copy, and on a copy of its target."""
-        loss: Any = isolate(self.loss, parameters_of(self.loss))  # type: ignore[arg-type]
+        loss: Any = isolate(self.loss, parameters_of(self.loss))
         with torch.no_grad(), same_random_numbers(output):
             return loss(output) if target is None else loss(output, copy_values(target))
 
