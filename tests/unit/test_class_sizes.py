@@ -18,15 +18,8 @@ EXCEPTIONS = {
     "commlib/config/settings:Config": "a record: the settings of a job",
     "commlib/expert/experts:Experts": "a record: the arguments of a mixture of experts",
     "commlib/slurm/job:Job": "a record: the options of a batch job",
+    "commlib/tensor_verbs/ordered_verbs:OrderedVerbs": "one documented method per verb; it has no state but the bridge",
     "commlib/communicator:Communicator": "the verbs: each is documented where users look for it, and calls its module",
-    "commlib/coordinator/coordinator:Coordinator": "being cut",
-    "commlib/pipeline/runner:Runner": "being cut",
-    "commlib/tensor_verbs/ordered_verbs:OrderedVerbs": "being cut",
-    "commlib_tensorflow/pipelines/_steps:StepRunner": "being cut",
-    "commlib_tensorflow/pipelines/pipeline:Pipeline": "being cut",
-    "commlib_tensorflow/tensor/tracing:TraceRecorder": "being cut",
-    "commlib_torch/pipelines/_losses:LossWeights": "being cut",
-    "commlib_torch/tensor/tracing:TraceRecorder": "being cut",
 }
 
 
