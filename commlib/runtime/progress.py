@@ -92,8 +92,7 @@ class Progress:
     def pending(self) -> int:
         """Number of operations that are started, queued, or running on the thread, plus RECORDED.
 
-        Read while `running` is held: while it is 0 a call may run in its caller's thread, and is not recorded.
-        """
+        While it is 0, a call that holds `running` may run in its caller's thread, and is not recorded."""
         return self.gate.pending.value
 
     @pending.setter
