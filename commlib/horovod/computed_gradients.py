@@ -19,6 +19,11 @@ class ComputedGradients:
     def __init__(self) -> None:
         self._given: list[Any] | None = None
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether reduced gradients were returned, and not applied yet."""
+        return self._given is not None
+
     def note(self, gradients: Sequence[Any]) -> None:
         """Remember reduced gradients."""
         self._given = [gradient for gradient in gradients if gradient is not None]

@@ -1,14 +1,20 @@
-"""NamedGradients: reduce gradients by name that arrive as arrays, for a framework with immutable tensors.
+"""NamedGradients: reduce gradients that arrive as arrays, for a framework with immutable tensors.
 
     begin(kinds) | give(numbers, arrays), give(...) -> complete buckets are launched | end(rows) -> results
 
 Each kind of call (names, dtypes and shapes of gradients) gets a GradientReducer when it first runs. Setting it up is
 collective, so it cannot happen when a function is traced: ranks may trace at different times.
+
+Ranks set it up by name, and so learn whether all of them are there and make such calls in program order. Then the
+reducer launches in that order, without negotiation; a rank that joins later stands in for its calls. Otherwise, such as
+after a rank has joined, it launches by name.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,22 +27,14 @@ from commlib.data_parallel.bucket_order import buckets_of
 from commlib.data_parallel.groups import Groups, place_groups
 from commlib.data_parallel.options import Gradient, Options
 from commlib.data_parallel.reducer import GradientReducer
+from commlib.data_parallel.reducer_ranks import OrderedRanks, ReducerRanks
 from commlib.data_parallel.report import StepClock
 from commlib.data_parallel.state import load_compression, save_compression
+from commlib.horovod.join import announce_turn, number_reducer
 from commlib.horovod.process_sets import ProcessSet, process_set_of
 from commlib.named_gradients.named_buckets import ProcessSetRanks, overlap_pays_here
 
 Gradients = tuple[Gradient, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CallReducer:
-    """The reducer of one kind of call."""
-
-    gradients: Gradients
-    reducer: GradientReducer
-    values: ArrayValues
-    ranks: ProcessSetRanks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +43,7 @@ class CallSpec:
 
     `order` has the numbers of all gradients, in the order of backward. `threads` threads train on this rank. If only
     some ranks have a gradient, it is an error if this is `strict`, if its number is in `strict`, or if it is sparse:
-    the shape of the result is then unknown.
+    the shape of the result is then unknown. `in_order`: all ranks make such calls in one order.
     """
 
     names: Sequence[str]
@@ -54,6 +52,67 @@ class CallSpec:
     order: Sequence[int]
     threads: int
     strict: bool | Collection[int]
+    in_order: bool = False
+
+
+class CallReducer:
+    """The reducer of one kind of call. If it is ordered, a joined rank stands in for its calls: see `JoinableReducer`.
+
+    ranks: an OrderedRanks, or `named`, which tells whether this object is still valid.
+    """
+
+    def __init__(self, reducer: GradientReducer, values: ArrayValues, named: ProcessSetRanks, spec: CallSpec) -> None:
+        self.reducer, self.values, self._named = reducer, values, named
+        self.gradients: Gradients = reducer.gradients
+        self.in_order = spec.in_order
+        """What the calls allow; if a rank had joined at construction, they reduce by name nevertheless."""
+        self.comm: Any = reducer.ranks.comm if isinstance(reducer.ranks, OrderedRanks) else None
+        self.number, self.takes_turns = 0, False
+        if self.comm is not None:
+            number_reducer(self, ordered_reducers)
+            _ORDERED.add(self)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all ranks still have this object: see `ProcessSetRanks.is_current`."""
+        return self._named.is_current
+
+    def begin(self, *, eager: bool) -> None:
+        """Begin a run. Failed runs end first, because the other ranks wait for them."""
+        for other in self._on_comm() if self.takes_turns else (self,):
+            if other.reducer.active:
+                other.reducer.give_up()
+        self.values.forget_all()
+        self.reducer.begin(eager=eager)
+
+    def _on_comm(self) -> list[CallReducer]:
+        return [other for other in ordered_reducers() if other.comm is self.comm]
+
+    def take_turns(self) -> None:
+        """Announce each reduction from now on: the communicator has other reducers, and ranks may join."""
+        if not self.takes_turns and isinstance(self.reducer.ranks, OrderedRanks):
+            self.takes_turns = True
+            self.reducer.ranks.turn = functools.partial(announce_turn, self.comm, self.number)
+
+    def contribute_nothing(self) -> int | None:
+        """Contribute nothing until all ranks do; see `GradientReducer.contribute_nothing`."""
+        return self.reducer.contribute_nothing()
+
+    def contribute_nothing_once(self) -> bool:
+        """Contribute nothing to the next reduction of the others; see `GradientReducer.contribute_nothing_once`."""
+        return self.reducer.contribute_nothing_once()
+
+    def end_backward(self) -> None:
+        """End a run that failed, if there is one."""
+        self.reducer.end()
+
+
+_ORDERED: weakref.WeakSet[CallReducer] = weakref.WeakSet()
+
+
+def ordered_reducers() -> list[CallReducer]:
+    """Return the reducers of this process that reduce in program order, by number."""
+    return sorted((one for one in _ORDERED if one.is_current), key=lambda one: one.number)
 
 
 class NamedGradients:
@@ -76,8 +135,11 @@ class NamedGradients:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank reduces alone: it is the only rank, or it is outside the process set (as in Horovod)."""
-        return self.size == 1 or self.process_set.included() is False
+        """Whether this rank reduces alone: it is the only rank, or it is outside the process set (as in Horovod).
+
+        Raises UsageError if the process set is not registered.
+        """
+        return self.process_set.is_alone(self.name)
 
     @property
     def reducers(self) -> list[GradientReducer]:
@@ -111,16 +173,18 @@ class NamedGradients:
 
     def find(self, gradients: Gradients, call: CallSpec) -> CallReducer:
         """Return the reducer of these gradients. The first call for them is collective."""
-        there = [*call.dense, *call.sparse]
         for cached in self._cached_reducers:
-            if cached.gradients is gradients or _fits(cached.gradients, gradients, there):
-                if cached.ranks.is_current:
+            if cached.in_order == call.in_order and _fits(cached.gradients, gradients, call):
+                if cached.is_current:
                     return cached
                 self._cached_reducers.remove(cached)
                 self._loaded = None  # older than the restart
                 break
-        ranks = ProcessSetRanks(self.process_set, self.name)
-        values = ArrayValues(gradients, ranks.watch)
+        named = ProcessSetRanks(self.process_set, self.name, in_order=call.in_order)
+        ranks: ReducerRanks = named
+        if named.may_be_ordered:
+            ranks = OrderedRanks(self.process_set.communicator(self.name))
+        values = ArrayValues(gradients, ranks.along("").watch)
         reducer = GradientReducer(
             ranks,
             gradients,
@@ -136,7 +200,7 @@ class NamedGradients:
         if self._loaded is not None:
             load_compression(reducer, self._loaded, np.asarray)
         reducer.statistics = self.statistics
-        self._cached_reducers.append(CallReducer(gradients, reducer, values, ranks))
+        self._cached_reducers.append(CallReducer(reducer, values, named, call))
         return self._cached_reducers[-1]
 
     def stepped(self, reducer: GradientReducer) -> None:
@@ -160,34 +224,35 @@ class NamedGradients:
 class GradientCall:
     """One call of `NamedGradients`, which may run repeatedly, one run after another."""
 
-    def __init__(self, gradients: NamedGradients, call: CallSpec) -> None:
-        self._gradients, self._call = gradients, call
-        self._lock = threading.Lock()  # several threads may pass gradients in any order
+    def __init__(self, gradients: NamedGradients, spec: CallSpec) -> None:
+        self._gradients, self.spec = gradients, spec
+        # Several threads may pass gradients, in any order.
+        ordered = spec.in_order and gradients.process_set.coordinator(gradients.name).order_lock
+        self._lock: Any = ordered or threading.RLock()
         self._cached: CallReducer | None = None
 
     def begin(self, kinds: Gradients, *, eager: bool) -> None:
         """Begin a run with gradients of these kinds. `eager`: launch buckets as soon as they are complete."""
-        with self._gradients.statistics.exposing():
-            cached = self._cached = self._gradients.find(kinds, self._call)
-            if cached.reducer.active:
-                cached.reducer.give_up()  # a failed run: the others wait for this rank
-            cached.values.forget_all()
-            cached.reducer.begin(eager=eager)
+        self._cached = self._gradients.find(kinds, self.spec)
+        self._cached.begin(eager=eager)
 
-    def give(self, members: Sequence[int], arrays: Sequence[Any], begins: Gradients | None = None) -> None:
+    def give(
+        self, members: Sequence[int], arrays: Sequence[Any], begins: Gradients | None = None, *, eager: bool = True
+    ) -> None:
         """Pass gradients, in the dtypes that are sent. `begins`: first begin a run with these kinds.
 
         Each is a host array, or a DeviceArray if its kind is on that device.
         """
         with self._lock, self._gradients.statistics.exposing():
             if begins is not None:
-                self.begin(begins, eager=True)
+                self.begin(begins, eager=eager)
             cached = self._reducer_in_use()
+            values, reducer = cached.values, cached.reducer
             for index, array in zip(members, arrays, strict=True):
                 if array.dtype.kind == "c":  # real and imaginary parts, also of a 0-dimensional array
                     array = array.reshape(-1).view(f"f{array.itemsize // 2}")
-                cached.values.give(index, array)
-                cached.reducer.ready(index)
+                values.give(index, array)
+                reducer.ready(index)
 
     def end(self, rows: Sequence[tuple[Any, Any]]) -> dict[int, Any]:
         """Pass the sparse gradients, as (indices, rows), and return the reduced gradients, by number.
@@ -196,9 +261,9 @@ class GradientCall:
         sparse one is (indices, rows) of all ranks. A gradient that is None on this rank is included if another rank had
         it.
         """
-        cached, call, gradients = self._reducer_in_use(), self._call, self._gradients
+        cached, call, gradients = self._reducer_in_use(), self.spec, self._gradients
         reducer, values = cached.reducer, cached.values
-        with gradients.statistics.exposing():
+        with self._lock, gradients.statistics.exposing():
             for index, (numbers, those) in zip(call.sparse, rows, strict=True):
                 values.give_rows(index, numbers, those)
                 reducer.ready(index)
@@ -216,6 +281,9 @@ class GradientCall:
         return self._cached
 
 
-def _fits(known: Gradients, gradients: Gradients, there: Collection[int]) -> bool:
+def _fits(known: Gradients, gradients: Gradients, call: CallSpec) -> bool:
     """Return whether gradients may be the known ones, judged by those that this rank has."""
+    if known is gradients:
+        return True
+    there = (*call.dense, *call.sparse)
     return len(known) == len(gradients) and all(known[index] == gradients[index] for index in there)

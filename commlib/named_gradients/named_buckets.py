@@ -54,12 +54,15 @@ def overlap_pays_here(threads: int) -> bool:
 
 
 class ProcessSetRanks:
-    """The `Ranks` of a process set, whose operations have names that begin with `name`. Construction is collective."""
+    """The `Ranks` of a process set, whose operations have names that begin with `name`. Construction is collective.
+
+    in_order: this rank could reduce in program order instead.
+    """
 
     needs_all_ranks = False
     together = True
 
-    def __init__(self, process_set: ProcessSet | None, name: str) -> None:
+    def __init__(self, process_set: ProcessSet | None, name: str, *, in_order: bool = False) -> None:
         self._process_set = process_set_of(process_set)
         self._coordinator = self._process_set.coordinator(name)
         comm = self._coordinator.comm
@@ -71,9 +74,11 @@ class ProcessSetRanks:
         self._name = name
         # Earlier objects of this name have used other serial numbers, also on ranks that had joined then.
         counts = self._coordinator.serials
-        serials = self.all_gather_object(counts.get(name, 0))
+        serials, ordered = zip(*self.all_gather_object((counts.get(name, 0), in_order)), strict=True)
         counts[name] = serial = max(serials) + 1
         self._was_complete = len(serials) == self.size
+        self.may_be_ordered = self._was_complete and all(ordered)
+        """Whether all ranks are here, and all could reduce in program order."""
         self._name = name if serial == 1 else f"{name} ({serial})"
 
     @property
