@@ -54,51 +54,58 @@ class EagerCall(GradientCall):
     def run(self, given: Sequence[Any]) -> list[Any]:
         """Return reduced gradients; one that is None stays None if no rank has it."""
         spec = self.spec
-        with self._lock:
-            self.put(spec.dense, [given[index] for index in spec.dense], begins=True)
-            results = self.finish([given[index] for index in spec.sparse])
-        return [results.get(index) for index in range(len(given))]
+        tensors, slices = given, []
+        if len(spec.dense) < len(given):
+            tensors, slices = [given[index] for index in spec.dense], [given[index] for index in spec.sparse]
+        with self._lock, self._working(begins=True):
+            arrays = self._encode(tensors)
+            results = self._results(self.reduce(self._kinds, spec.dense, arrays, self._rows(slices)), slices)
+        return list(map(results.get, range(len(given))))
 
     def start(self) -> None:
         """Begin a run whose gradients are passed part by part."""
-        with self._gradients.statistics.exposing():
+        with self._working(begins=True), self._gradients.statistics.exposing():
             self.begin(self._kinds, eager=True)
 
-    def put(self, numbers: Sequence[int], tensors: Sequence[Any], *, begins: bool = False) -> None:
-        """Pass dense gradients, each once in a run. `begins`: first begin a run, and launch nothing before its end."""
+    def put(self, number: int, tensor: Any) -> None:
+        """Pass a dense gradient, once in a run."""
+        with self._working():
+            self.give([number], self._encode([tensor]))
+
+    def finish(self) -> dict[int, Any]:
+        """Return the gradients that any rank has passed, reduced, by number."""
+        with self._working():
+            return self._results(self.end([]), [])
+
+    def _encode(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return tensors as arrays, in the form in which they travel."""
         options = self._options
         if options is not None and not self._is_plain:
             tensors = [encode_gradient(tensor, options) for tensor in tensors]
-        read = to_array if self._place is None else array_of
-        with self._working():
-            self.give(numbers, [read(tensor) for tensor in tensors], self._kinds if begins else None, eager=False)
+        if self._place is None:
+            return list(map(to_array, tensors))
+        return list(map(array_of, tensors))
 
-    def finish(self, slices: Sequence[tf.IndexedSlices] = ()) -> dict[int, Any]:
-        """Pass sparse gradients, and return those that any rank has passed, by number."""
-        place = self._place
-        read = to_array if place is None else array_of
-        with self._working():
-            results = self.end([(read(tf.cast(one.indices, tf.int64)), read(one.values)) for one in slices])
-            if self._is_plain and not slices:
-                return {index: to_tensor(array) for index, array in results.items()}
-            arrays = [array for index in self.spec.sparse for array in results.pop(index)]
-            rows = iter(list(map(to_tensor, arrays)) if place is None else tensors_over(arrays))
-            tensors = self._decode(results)
+    def _rows(self, slices: Sequence[tf.IndexedSlices]) -> list[tuple[Any, Any]]:
+        """Return sparse gradients as arrays (indices, rows)."""
+        read = to_array if self._place is None else array_of
+        return [(read(tf.cast(one.indices, tf.int64)), read(one.values)) for one in slices] if slices else []
+
+    def _results(self, results: dict[int, Any], slices: Sequence[tf.IndexedSlices]) -> dict[int, Any]:
+        """Return reduced arrays as gradients, by number."""
+        if self._is_plain and not slices:
+            return dict(zip(results, map(to_tensor, results.values()), strict=True))
+        arrays = [array for index in self.spec.sparse for array in results.pop(index)]
+        rows = iter(list(map(to_tensor, arrays)) if self._place is None else tensors_over(arrays))
+        gradients = self._decode(results)
         for index, one in zip(self.spec.sparse, slices, strict=True):
             numbers = tf.cast(next(rows), one.indices.dtype)
-            tensors[index] = tf.IndexedSlices(next(rows), numbers, one.dense_shape)
-        return tensors
-
-    def begin(self, kinds: Sequence[Gradient], *, eager: bool) -> None:
-        """Begin a run; TensorFlow no longer reads released slots afterwards."""
-        super().begin(tuple(kinds), eager=eager)
-        if self._place is not None:
-            settle(self._place.where)
+            gradients[index] = tf.IndexedSlices(next(rows), numbers, one.dense_shape)
+        return gradients
 
     def _decode(self, results: dict[int, Any]) -> dict[int, Any]:
         """Convert reduced arrays to tensors."""
-        kinds = self._reducer_in_use().gradients
-        dtypes = [self._dtypes[index] or tf.as_dtype(kinds[index].dtype) for index in results]
+        dtypes = [self._dtypes[index] or tf.as_dtype(self.kinds[index].dtype) for index in results]
         pairs = list(zip(results.values(), dtypes, strict=True))
         if self._place is not None:
             tensors = device_tensors(pairs)
@@ -108,5 +115,13 @@ class EagerCall(GradientCall):
             tensors = [decode_gradient(one, dtype, options) for one, dtype in zip(tensors, dtypes, strict=True)]
         return dict(zip(results, tensors, strict=True))
 
-    def _working(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._place is None else use_device_stream(self._place.device)
+    def _working(self, *, begins: bool = False) -> AbstractContextManager[None]:
+        """Return a context of work on the gradients' device. `begins`: TensorFlow reads no released slots any more."""
+        if self._place is None:
+            return _HOST
+        if begins:
+            settle(self._place.where)
+        return use_device_stream(self._place.device)
+
+
+_HOST = nullcontext()

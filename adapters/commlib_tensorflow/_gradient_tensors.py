@@ -98,7 +98,7 @@ def describe_gradients(
     *,
     as_sent: bool,
 ) -> tuple[Gradient, ...]:
-    """Describe the gradients of a call. sent: dtype and shape of those that this rank sends, for sparse ones of the rows.
+    """Describe the gradients of a call. sent: dtype and shape of those that this rank sends; of a sparse one's rows.
 
     `like` are their variables, whose dtypes they have before the cast to the wire dtype, unless they travel `as_sent`.
     """

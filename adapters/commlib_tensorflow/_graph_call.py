@@ -187,14 +187,20 @@ class GraphCall(GradientCall):
             self._shapes, self._kinds = shapes, self._describe(sent)
         there = [place for place, index in enumerate(self._dense) if bool(conditions.get(index, True))]
         members = [self._dense[place] for place in there]
-        with self._lock:
-            self.give(members, [arrays[place] for place in there], self._kinds, eager=False)
-            return self._end(*arrays[count:])
+        rows = self._rows(arrays[count:])
+        return self._answers(self.reduce(self._kinds, members, [arrays[place] for place in there], rows))
 
     def _end(self, *slices: Any) -> list[Any]:
-        count = 2 * len(self._sparse)  # the rest are tokens of earlier nodes
-        rows = slices[:count] if self._place is None else list(map(array_of, slices[:count]))
-        results = self.end(list(zip(rows[::2], rows[1::2], strict=True)))
+        return self._answers(self.end(self._rows(slices)))
+
+    def _rows(self, slices: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Return sparse gradients as (indices, rows); later inputs are tokens of earlier nodes."""
+        flat = slices[: 2 * len(self._sparse)]
+        rows = flat if self._place is None else list(map(array_of, flat))
+        return list(zip(rows[::2], rows[1::2], strict=True))
+
+    def _answers(self, results: dict[int, Any]) -> list[Any]:
+        """Return the outputs of the last node, for reduced gradients by number."""
         exist = [np.asarray(index in results) for index in self._maybe]
         for index in self._maybe:
             if index not in results:
@@ -210,7 +216,7 @@ class GraphCall(GradientCall):
 
     def _zeros(self, index: int) -> Any:
         """Return zeros for a missing result, in the dtype and place of a reducer's result."""
-        kind = self._reducer_in_use().gradients[index]
+        kind = self.kinds[index]
         zeros = result_empty(kind.shape, self._options.wire_dtype(kind.dtype))
         zeros[...] = 0
         return zeros if self._place is None else copy_to_device(zeros, kind.place)

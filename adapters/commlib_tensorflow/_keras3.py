@@ -80,8 +80,8 @@ class ClipHook(DistributedKeras3):
         known = self_._trainable_variables if trainable_variables is None else trainable_variables
         check_momentum(self, reduction.reducer.options.compression)
         reduction.ran = reduction.given_reduced = reduction.are_reduced(grads)
-        if not reduction.alone:
-            check_variables(variable for gradient, variable in zip(grads, known, strict=False) if gradient is not None)
+        if not reduction.reducer.alone:
+            check_variables(grads, known)
             if not reduction.ran and len(grads) == len(known) and self._has_all(known):
                 if tf.executing_eagerly() and not _has_accumulation(self) and self_.loss_scale_factor is None:
                     grads = self._reduce(grads, known)

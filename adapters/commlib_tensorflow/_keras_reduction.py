@@ -7,7 +7,7 @@ may become a sum again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from commlib.horovod.wrapping import change_class
 from commlib_tensorflow._eager_call import EagerCall
 from commlib_tensorflow._gradient_tensors import scale_gradient
 from commlib_tensorflow._local_gradients import add_local, places_of
+from commlib_tensorflow._shards import shards_of
 from commlib_tensorflow._variables import path_of
 from commlib_tensorflow.clip import clip_by_global_norm
 from commlib_tensorflow.gradients import TensorReducer
@@ -149,11 +150,6 @@ class KerasGradients:
         return KerasGradients(self.name, **self._settings)
 
     @property
-    def alone(self) -> bool:
-        """Whether nothing is reduced: see `NamedGradients.alone`."""
-        return self.reducer.alone
-
-    @property
     def size(self) -> int:
         """The number of ranks that reduce together."""
         return self.reducer.size
@@ -207,9 +203,10 @@ class KerasGradients:
 
     def shared(self, variables: Sequence[Any]) -> Sequence[int]:
         """Return the numbers of the variables that all ranks of the set have."""
-        local, copies = self.local_keys(), places_of(variables)
-        if not local and not copies:
+        local = self.local_keys()
+        if not local and not any(shards_of(variables)):
             return range(len(variables))
+        copies = places_of(variables)
         return [n for n, variable in enumerate(variables) if n not in copies and key_of(variable) not in local]
 
     def compute(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -247,7 +244,7 @@ class KerasGradients:
 
     def are_reduced(self, gradients: Sequence[Any]) -> bool:
         """Return whether `compute` returned these gradients. Call it once for the gradients of a step."""
-        if not self._computed.is_pending:
+        if self._computed.pending is None:
             return False
         averaged = self.reducer.op == core.Average and self._undo_division == 1 and not self.local_keys()
         return self._computed.are(gradients, else_averaged=averaged and not self.reducer.options.scheme)
@@ -273,7 +270,7 @@ class KerasGradients:
 
     def agree_finite(self, finite: Any) -> Any:
         """Return whether `finite` holds on all ranks. In a graph or eagerly."""
-        if self.alone:
+        if self.reducer.alone:
             return finite
         name, ranks = f"{self.name}.finite", self.reducer.process_set
         flag = tf.cast(finite, tf.int32)
@@ -351,10 +348,10 @@ def check_momentum(optimizer: Any, compression: Any) -> None:
     check_no_momentum(compression, type(optimizer).__name__, momentum)
 
 
-def check_variables(variables: Iterable[Any]) -> None:
+def check_variables(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raise UsageError for variables that are overwritten by their gradient: Keras does so for float8."""
-    for variable in variables:
-        if getattr(variable, "overwrite_with_gradient", False):
+    for gradient, variable in zip(gradients, variables, strict=False):
+        if gradient is not None and getattr(variable, "overwrite_with_gradient", False):
             raise UsageError(
                 f"variable {path_of(variable)} is overwritten by its gradient (float8 training), which ranks cannot "
                 "reduce: train without float8"

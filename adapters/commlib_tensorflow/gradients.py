@@ -130,9 +130,10 @@ class TensorReducer(NamedGradients):
         given = self._check(gradients, names)
         if self.alone:
             return given
-        self.settle_ranks(names, like)
-        if self.alone:  # settle_ranks may have found a single rank
-            return given
+        if any(shards_of(like)):
+            self.settle_ranks(names, like)
+            if self.alone:
+                return given
         if not self._in_buckets:
             return self._one_by_one(given)
         if tf.executing_eagerly():
@@ -170,7 +171,11 @@ class TensorReducer(NamedGradients):
             like = [one if message is None else message for message, one in zip(messages, like or given, strict=True)]
         like = like or messages
         place = place_of_gradients(like) if types() else None
-        key = (self.process_set.coordinator(self.name), place, *names, *strict, *_kinds_of(messages, like))
+        kinds = [
+            (one.dtype, tuple(one.shape), variable.dtype) if isinstance(one, tf.Tensor) else _kind_of(one, variable)
+            for one, variable in zip(messages, like, strict=True)
+        ]
+        key = (self.process_set.coordinator(self.name), place, *names, *strict, *kinds)
         call = self._eager_calls.get(key)
         if call is None:
             if len(self._eager_calls) >= _MOST_CALLS:
@@ -247,8 +252,9 @@ class TensorReducer(NamedGradients):
 
     def _check(self, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """Return gradients as tensors. Raises UsageError."""
+        known = tf.Tensor if tf.executing_eagerly() else ()  # a graph captures eager tensors
         return [
-            one if one is None or (isinstance(one, tf.Tensor) and one.dtype in _SUPPORTED) else self._convert(one, name)
+            one if one is None or (isinstance(one, known) and one.dtype in _SUPPORTED) else self._convert(one, name)
             for one, name in zip(gradients, names, strict=True)
         ]
 
@@ -262,16 +268,10 @@ class TensorReducer(NamedGradients):
             raise UsageError(f"{self.name}: the gradient of {name}: {error}") from error
 
 
-def _kinds_of(given: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """Return a key for the kind of each gradient: what the reducer's description of it depends on."""
-    shown = [
-        one.values if isinstance(one, tf.IndexedSlices) and one is variable
-        # The number of rows may change; the variable's shape counts.
-        else variable if one is None or isinstance(one, tf.IndexedSlices)
-        else one
-        for one, variable in zip(given, like, strict=True)
-    ]  # fmt: skip
-    return [
-        None if known is None else (type(one), known.dtype, tuple(known.shape), variable.dtype)
-        for one, known, variable in zip(given, shown, like, strict=True)
-    ]
+def _kind_of(gradient: Any, variable: Any) -> tuple[Any, ...]:
+    """Return what a reducer's description of a gradient depends on, if it is None or sparse."""
+    if variable is None:
+        return ()
+    if gradient is variable:
+        return type(gradient), gradient.values.dtype, tuple(gradient.values.shape)
+    return type(gradient), variable.dtype, tuple(variable.shape)  # whatever the number of rows

@@ -62,7 +62,7 @@ class CallReducer:
     """
 
     def __init__(self, reducer: GradientReducer, values: ArrayValues, named: ProcessSetRanks, spec: CallSpec) -> None:
-        self.reducer, self.values, self._named = reducer, values, named
+        self.reducer, self.values, self.named = reducer, values, named
         self.gradients: Gradients = reducer.gradients
         self.in_order = spec.in_order
         """What the calls allow; if a rank had joined at construction, they reduce by name nevertheless."""
@@ -71,11 +71,6 @@ class CallReducer:
         if self.comm is not None:
             number_reducer(self, ordered_reducers)
             _ORDERED.add(self)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether all ranks still have this object: see `ProcessSetRanks.is_current`."""
-        return self._named.is_current
 
     def begin(self, *, eager: bool) -> None:
         """Begin a run. Failed runs end first, because the other ranks wait for them."""
@@ -112,7 +107,7 @@ _ORDERED: weakref.WeakSet[CallReducer] = weakref.WeakSet()
 
 def ordered_reducers() -> list[CallReducer]:
     """Return the reducers of this process that reduce in program order, by number."""
-    return sorted((one for one in _ORDERED if one.is_current), key=lambda one: one.number)
+    return sorted((one for one in _ORDERED if one.named.is_current), key=lambda one: one.number)
 
 
 class NamedGradients:
@@ -174,8 +169,10 @@ class NamedGradients:
     def find(self, gradients: Gradients, call: CallSpec) -> CallReducer:
         """Return the reducer of these gradients. The first call for them is collective."""
         for cached in self._cached_reducers:
-            if cached.in_order == call.in_order and _fits(cached.gradients, gradients, call):
-                if cached.is_current:
+            if cached.gradients is not gradients and not _fits(cached.gradients, gradients, call):
+                continue
+            if cached.in_order == call.in_order:
+                if cached.named.is_current:
                     return cached
                 self._cached_reducers.remove(cached)
                 self._loaded = None  # older than the restart
@@ -236,23 +233,15 @@ class GradientCall:
         self._cached = self._gradients.find(kinds, self.spec)
         self._cached.begin(eager=eager)
 
-    def give(
-        self, members: Sequence[int], arrays: Sequence[Any], begins: Gradients | None = None, *, eager: bool = True
-    ) -> None:
+    def give(self, members: Sequence[int], arrays: Sequence[Any], begins: Gradients | None = None) -> None:
         """Pass gradients, in the dtypes that are sent. `begins`: first begin a run with these kinds.
 
         Each is a host array, or a DeviceArray if its kind is on that device.
         """
         with self._lock, self._gradients.statistics.exposing():
             if begins is not None:
-                self.begin(begins, eager=eager)
-            cached = self._reducer_in_use()
-            values, reducer = cached.values, cached.reducer
-            for index, array in zip(members, arrays, strict=True):
-                if array.dtype.kind == "c":  # real and imaginary parts, also of a 0-dimensional array
-                    array = array.reshape(-1).view(f"f{array.itemsize // 2}")
-                values.give(index, array)
-                reducer.ready(index)
+                self.begin(begins, eager=True)
+            self._pass(members, arrays)
 
     def end(self, rows: Sequence[tuple[Any, Any]]) -> dict[int, Any]:
         """Pass the sparse gradients, as (indices, rows), and return the reduced gradients, by number.
@@ -261,29 +250,51 @@ class GradientCall:
         sparse one is (indices, rows) of all ranks. A gradient that is None on this rank is included if another rank had
         it.
         """
-        cached, call, gradients = self._reducer_in_use(), self.spec, self._gradients
-        reducer, values = cached.reducer, cached.values
-        with self._lock, gradients.statistics.exposing():
-            for index, (numbers, those) in zip(call.sparse, rows, strict=True):
-                values.give_rows(index, numbers, those)
-                reducer.ready(index)
-            reducer.end(strict={*call.strict, *reducer.sparse} if isinstance(call.strict, Collection) else call.strict)
-        gradients.stepped(reducer)
-        results: dict[int, Any] = {index: values.rows_result(index) for index in call.sparse}
-        for index in range(len(call.names)):
+        with self._lock, self._gradients.statistics.exposing():
+            return self._finish(rows)
+
+    def reduce(
+        self, kinds: Gradients, members: Sequence[int], arrays: Sequence[Any], rows: Sequence[tuple[Any, Any]]
+    ) -> dict[int, Any]:
+        """Do a whole run at once: see `begin`, `give` and `end`."""
+        with self._lock, self._gradients.statistics.exposing():
+            self.begin(kinds, eager=False)
+            self._pass(members, arrays)
+            return self._finish(rows)
+
+    def _pass(self, members: Sequence[int], arrays: Sequence[Any]) -> None:
+        assert self._cached is not None, "call begin first"
+        values, reducer = self._cached.values, self._cached.reducer
+        for index, array in zip(members, arrays, strict=True):
+            if array.dtype.kind == "c":  # real and imaginary parts, also of a 0-dimensional array
+                array = array.reshape(-1).view(f"f{array.itemsize // 2}")
+            values.give(index, array)
+            reducer.ready(index)
+
+    def _finish(self, rows: Sequence[tuple[Any, Any]]) -> dict[int, Any]:
+        assert self._cached is not None, "call begin first"
+        spec, reducer, values = self.spec, self._cached.reducer, self._cached.values
+        for index, (numbers, those) in zip(spec.sparse, rows, strict=True):
+            values.give_rows(index, numbers, those)
+            reducer.ready(index)
+        reducer.end(strict={*spec.strict, *reducer.sparse} if isinstance(spec.strict, Collection) else spec.strict)
+        self._gradients.stepped(reducer)
+        results: dict[int, Any] = {}
+        for index in spec.sparse:
+            results[index] = values.rows_result(index)
+        for index in range(len(spec.names)):
             if (array := values.result(index)) is not None:
                 results[index] = array
-        values.forget_all()
         return results
 
-    def _reducer_in_use(self) -> CallReducer:
+    @property
+    def kinds(self) -> Gradients:
+        """The reducer's gradients in the run in progress, or in the last one."""
         assert self._cached is not None, "call begin first"
-        return self._cached
+        return self._cached.gradients
 
 
 def _fits(known: Gradients, gradients: Gradients, call: CallSpec) -> bool:
     """Return whether gradients may be the known ones, judged by those that this rank has."""
-    if known is gradients:
-        return True
     there = (*call.dense, *call.sparse)
     return len(known) == len(gradients) and all(known[index] == gradients[index] for index in there)

@@ -8,9 +8,8 @@ import pytest
 import tensorflow as tf
 
 import commlib_tensorflow as hvd
-from commlib import horovod as core
+from commlib.data_parallel.bucket_reducer import BucketReducer
 from commlib.errors import MismatchError, UsageError
-from commlib.named_gradients import named_buckets
 from commlib_tensorflow.gradients import TensorReducer
 from tests.tensorflow_adapter.oracle import (
     MODES,
@@ -324,16 +323,17 @@ def test_buckets_start_while_backward_runs(comm: Any, overlap: bool, monkeypatch
     launched = threading.Event()
     seen = []
 
-    def start(inputs: Any, outputs: Any, name: str, **options: Any) -> Any:
-        if name.endswith(".0"):
-            launched.set()
-        return core.start_allreduce(inputs, outputs, name, **options)
+    launch = BucketReducer.launch
+
+    def note_launch(self: BucketReducer, index: int) -> None:
+        launch(self, index)
+        launched.set()
 
     def wait(gradient: Any) -> Any:
         seen.append(launched.wait(20.0 if overlap else 0.2))
         return gradient
 
-    monkeypatch.setattr(named_buckets, "start_allreduce", start)
+    monkeypatch.setattr(BucketReducer, "launch", note_launch)
 
     @tf.custom_gradient
     def hold_up(x: Any) -> Any:

@@ -51,7 +51,7 @@ class StageReduction:
 
     def _give(self, keys: set[int], gradients: Mapping[int, tf.Tensor]) -> None:
         for key in [key for key in self._left if key in keys and key in gradients]:
-            self._parts.put([self._left.pop(key)], [gradients[key]])
+            self._parts.put(self._left.pop(key), gradients[key])
 
 
 def start_by_stages(
