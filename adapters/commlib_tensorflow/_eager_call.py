@@ -57,9 +57,10 @@ class EagerCall(GradientCall):
         tensors, slices = given, []
         if len(spec.dense) < len(given):
             tensors, slices = [given[index] for index in spec.dense], [given[index] for index in spec.sparse]
-        with self._lock, self._working(begins=True):
+        with self._order.lock, self._working(begins=True):
             arrays = self._encode(tensors)
-            results = self._results(self.reduce(self._kinds, spec.dense, arrays, self._rows(slices)), slices)
+            rows = self._rows(slices) if slices else []
+            results = self._results(self.reduce(self._kinds, spec.dense, arrays, rows), slices)
         return list(map(results.get, range(len(given))))
 
     def start(self) -> None:
@@ -89,7 +90,7 @@ class EagerCall(GradientCall):
     def _rows(self, slices: Sequence[tf.IndexedSlices]) -> list[tuple[Any, Any]]:
         """Return sparse gradients as arrays (indices, rows)."""
         read = to_array if self._place is None else array_of
-        return [(read(tf.cast(one.indices, tf.int64)), read(one.values)) for one in slices] if slices else []
+        return [(read(tf.cast(one.indices, tf.int64)), read(one.values)) for one in slices]
 
     def _results(self, results: dict[int, Any], slices: Sequence[tf.IndexedSlices]) -> dict[int, Any]:
         """Return reduced arrays as gradients, by number."""

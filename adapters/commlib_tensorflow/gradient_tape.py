@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -40,13 +40,12 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
     """Tape that records like the wrapped one and reduces in `gradient`. `DistributedGradientTape` returns it."""
 
     def __init__(
-        self, tape: tf.GradientTape, make: Callable[[core.ProcessSet], TensorReducer], group: core.ProcessSet,
-        scale_local_gradients: bool,
+        self, tape: tf.GradientTape, group: core.ProcessSet, settings: Mapping[str, Any], scale_local_gradients: bool
     ) -> None:  # fmt: skip
         # The wrapped tape does the recording, so there is no super().__init__().
         self._wrapped = tape
-        self._make, self._group = make, group
-        self._reducer = make(group)
+        self._group, self._settings = group, settings
+        self._reducer = _shared_reducer(_NAME, process_set=group, **settings)
         self._scale_local_gradients = read_flag("scale_local_gradients", scale_local_gradients)
         self._local: dict[int, Any] = {}
 
@@ -108,7 +107,7 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         if self._group is core.global_process_set:
             shards = [("", shard) for shard in shards_of(sources) if shard is not None]
             if shards and (mesh := mesh_of(shards, self._reducer.size)) is not None:
-                self._reducer = self._make(_data_ranks(mesh))
+                self._reducer = _shared_reducer(_NAME, process_set=_data_ranks(mesh), **self._settings)
 
     def _reduce(
         self,
@@ -225,10 +224,7 @@ def DistributedGradientTape(
         "groups": _group_names(groups) if groups is not None else num_groups or None,
     }
 
-    def make(group: core.ProcessSet) -> TensorReducer:
-        return _shared_reducer(_NAME, process_set=group, **settings)
-
-    return DistributedTape(gradtape, make, group, scale_local_gradients)
+    return DistributedTape(gradtape, group, settings, scale_local_gradients)
 
 
 @no_autograph

@@ -66,8 +66,6 @@ class Coordinator:
         """How many times all ranks have restarted."""
         self.serials: dict[str, int] = {}
         """Number of gradient sets made under each name: see `commlib.named_gradients.named_buckets`."""
-        self.order_lock = threading.RLock()
-        """Held by a thread while it reduces gradients of these ranks in program order."""
         config = comm.config
         self._recording: Recording = comm.runtime.recording
         self._records = Records(self._recording, comm.name)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from commlib.coordinator import Coordinator
 from commlib.data_parallel import Statistics, StepReport
 from commlib.data_parallel.array_values import ArrayValues
 from commlib.data_parallel.bucket_order import buckets_of
@@ -71,17 +72,6 @@ class CallReducer:
         if self.comm is not None:
             number_reducer(self, ordered_reducers)
             _ORDERED.add(self)
-
-    def begin(self, *, eager: bool) -> None:
-        """Begin a run. Failed runs end first, because the other ranks wait for them."""
-        for other in self._on_comm() if self.takes_turns else (self,):
-            if other.reducer.active:
-                other.reducer.give_up()
-        self.values.forget_all()
-        self.reducer.begin(eager=eager)
-
-    def _on_comm(self) -> list[CallReducer]:
-        return [other for other in ordered_reducers() if other.comm is self.comm]
 
     def take_turns(self) -> None:
         """Announce each reduction from now on: the communicator has other reducers, and ranks may join."""
@@ -201,7 +191,7 @@ class NamedGradients:
         return self._cached_reducers[-1]
 
     def stepped(self, reducer: GradientReducer) -> None:
-        """Record that all gradients of a step were reduced."""
+        """Record that all gradients of a step were reduced, and that its costs are counted."""
         reducer.stepped()
         self.report = self._clock.step(self.statistics)
 
@@ -218,27 +208,52 @@ class NamedGradients:
             load_compression(reducer, dict(state), np.asarray)
 
 
+class RunOrder:
+    """The order of the runs of some reducers, one after another: of all those in program order over the same ranks."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held while a thread passes gradients, or waits for them. Several threads may do so."""
+        self.running: GradientReducer | None = None
+        """The reducer of the run in progress, which may have failed."""
+
+
+_ORDERS: weakref.WeakKeyDictionary[Coordinator, RunOrder] = weakref.WeakKeyDictionary()
+
+
+def order_of(coordinator: Coordinator) -> RunOrder:
+    """Return the order of the runs in program order over a coordinator's ranks."""
+    return _ORDERS.setdefault(coordinator, RunOrder())
+
+
 class GradientCall:
     """One call of `NamedGradients`, which may run repeatedly, one run after another."""
 
     def __init__(self, gradients: NamedGradients, spec: CallSpec) -> None:
         self._gradients, self.spec = gradients, spec
-        # Several threads may pass gradients, in any order.
-        ordered = spec.in_order and gradients.process_set.coordinator(gradients.name).order_lock
-        self._lock: Any = ordered or threading.RLock()
+        self._order = order_of(gradients.process_set.coordinator(gradients.name)) if spec.in_order else RunOrder()
         self._cached: CallReducer | None = None
 
     def begin(self, kinds: Gradients, *, eager: bool) -> None:
-        """Begin a run with gradients of these kinds. `eager`: launch buckets as soon as they are complete."""
-        self._cached = self._gradients.find(kinds, self.spec)
-        self._cached.begin(eager=eager)
+        """Begin a run with gradients of these kinds. `eager`: launch buckets as soon as they are complete.
+
+        A failed run ends first, because the other ranks wait for it.
+        """
+        order = self._order
+        cached = self._cached = self._gradients.find(kinds, self.spec)
+        for reducer in (order.running, cached.reducer):
+            if reducer is not None and reducer.active:
+                reducer.give_up()
+        order.running = cached.reducer
+        cached.values.forget_all()
+        cached.reducer.begin(eager=eager)
 
     def give(self, members: Sequence[int], arrays: Sequence[Any], begins: Gradients | None = None) -> None:
         """Pass gradients, in the dtypes that are sent. `begins`: first begin a run with these kinds.
 
         Each is a host array, or a DeviceArray if its kind is on that device.
         """
-        with self._lock, self._gradients.statistics.exposing():
+        with self._order.lock, self._gradients.statistics.exposing():
             if begins is not None:
                 self.begin(begins, eager=True)
             self._pass(members, arrays)
@@ -250,17 +265,23 @@ class GradientCall:
         sparse one is (indices, rows) of all ranks. A gradient that is None on this rank is included if another rank had
         it.
         """
-        with self._lock, self._gradients.statistics.exposing():
-            return self._finish(rows)
+        with self._order.lock:
+            with self._gradients.statistics.exposing():
+                results = self._finish(rows)
+            self._gradients.stepped(self._reducer_in_use())
+        return results
 
     def reduce(
         self, kinds: Gradients, members: Sequence[int], arrays: Sequence[Any], rows: Sequence[tuple[Any, Any]]
     ) -> dict[int, Any]:
         """Do a whole run at once: see `begin`, `give` and `end`."""
-        with self._lock, self._gradients.statistics.exposing():
-            self.begin(kinds, eager=False)
-            self._pass(members, arrays)
-            return self._finish(rows)
+        with self._order.lock:
+            with self._gradients.statistics.exposing():
+                self.begin(kinds, eager=False)
+                self._pass(members, arrays)
+                results = self._finish(rows)
+            self._gradients.stepped(self._reducer_in_use())
+        return results
 
     def _pass(self, members: Sequence[int], arrays: Sequence[Any]) -> None:
         assert self._cached is not None, "call begin first"
@@ -278,7 +299,7 @@ class GradientCall:
             values.give_rows(index, numbers, those)
             reducer.ready(index)
         reducer.end(strict={*spec.strict, *reducer.sparse} if isinstance(spec.strict, Collection) else spec.strict)
-        self._gradients.stepped(reducer)
+        self._order.running = None
         results: dict[int, Any] = {}
         for index in spec.sparse:
             results[index] = values.rows_result(index)
@@ -290,8 +311,11 @@ class GradientCall:
     @property
     def kinds(self) -> Gradients:
         """The reducer's gradients in the run in progress, or in the last one."""
+        return self._reducer_in_use().gradients
+
+    def _reducer_in_use(self) -> GradientReducer:
         assert self._cached is not None, "call begin first"
-        return self._cached.gradients
+        return self._cached.reducer
 
 
 def _fits(known: Gradients, gradients: Gradients, call: CallSpec) -> bool:
