@@ -80,7 +80,7 @@ def of_tape(count: int) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("make", [of_keras, of_keras_2, of_tape])
 def test_a_step_takes_few_calls(comm: Any, make: Any) -> None:
-    """Regression: one eager gradient of Keras took 312 calls in 44 files, where PyTorch's whole step takes 144 in 21."""
+    """Regression: an eager step of Keras took 312 calls in 44 files, where PyTorch's whole step takes 144 in 21."""
     taken = []
     for count in (1, 101):
         step = make(count)
