@@ -30,8 +30,7 @@ from commlib_tensorflow.devices import settle, tensors_over, use_device_stream
 class EagerCall(GradientCall):
     """Calls with eager tensors of the same kinds.
 
-    dtypes: those of the results; None where neither a gradient nor a variable is known. options: of the wire, None if
-    tensors travel unchanged.
+    dtypes: those of the results; None where neither a gradient nor a variable is known. options: of the wire.
     """
 
     def __init__(
@@ -41,12 +40,12 @@ class EagerCall(GradientCall):
         kinds: Sequence[Gradient],
         dtypes: Sequence[Any],
         place: DevicePlace | None,
-        options: Options | None,
+        options: Options,
     ) -> None:
         super().__init__(gradients, spec)
         self._kinds, self._dtypes, self._place, self._options = tuple(kinds), list(dtypes), place, options
         self._is_plain = place is None and all(
-            dtype is not None and kind.dtype == dtype.name and is_sent_unchanged(dtype, options or Options())
+            dtype is not None and kind.dtype == dtype.name and is_sent_unchanged(dtype, options)
             for dtype, kind in zip(dtypes, kinds, strict=True)
         )
         """Whether an array is a tensor's memory, and a tensor a result's, without any conversion."""
@@ -80,9 +79,8 @@ class EagerCall(GradientCall):
 
     def _encode(self, tensors: Sequence[Any]) -> list[Any]:
         """Return tensors as arrays, in the form in which they travel."""
-        options = self._options
-        if options is not None and not self._is_plain:
-            tensors = [encode_gradient(tensor, options) for tensor in tensors]
+        if not self._is_plain:
+            tensors = [encode_gradient(tensor, self._options) for tensor in tensors]
         if self._place is None:
             return list(map(to_array, tensors))
         return list(map(array_of, tensors))
@@ -112,9 +110,8 @@ class EagerCall(GradientCall):
             tensors = device_tensors(pairs)
         else:
             tensors = [to_tensor(own_array(array, dtype, eager=True)) for array, dtype in pairs]
-        if (options := self._options) is not None:
-            tensors = [decode_gradient(one, dtype, options) for one, dtype in zip(tensors, dtypes, strict=True)]
-        return dict(zip(results, tensors, strict=True))
+        decoded = [decode_gradient(one, dtype, self._options) for one, dtype in zip(tensors, dtypes, strict=True)]
+        return dict(zip(results, decoded, strict=True))
 
     def _working(self, *, begins: bool = False) -> AbstractContextManager[None]:
         """Return a context of work on the gradients' device. `begins`: TensorFlow reads no released slots any more."""

@@ -91,16 +91,11 @@ def is_sent_unchanged(dtype: Any, options: Options) -> bool:
 
 
 def describe_gradients(
-    spec: CallSpec,
-    sent: Mapping[int, tuple[Any, Any]],
-    like: Sequence[Any],
-    place: DevicePlace | None,
-    *,
-    as_sent: bool,
+    spec: CallSpec, sent: Mapping[int, tuple[Any, Any]], like: Sequence[Any], place: DevicePlace | None
 ) -> tuple[Gradient, ...]:
     """Describe the gradients of a call. sent: dtype and shape of those that this rank sends; of a sparse one's rows.
 
-    `like` are their variables, whose dtypes they have before the cast to the wire dtype, unless they travel `as_sent`.
+    `like` are their variables, whose dtypes they have before the cast to the wire dtype.
     """
     device = "cpu" if place is None else place.name
     described = []
@@ -110,10 +105,8 @@ def describe_gradients(
         if known is None and dtype is None:
             described.append(Gradient(name, (0,), "float32", device, is_known=False))
             continue
-        if known is not None and (dtype is None or not as_sent):
-            dtype = known.dtype
-        if known is not None and (shape is None or index in spec.sparse):
-            shape = known.shape
+        if known is not None:
+            dtype, shape = known.dtype, known.shape if shape is None or index in spec.sparse else shape
         described.append(gradient_of(name, dtype, shape, device))
     return tuple(described)
 

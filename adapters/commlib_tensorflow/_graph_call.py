@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from commlib.data_parallel.options import Gradient
+from commlib.data_parallel.options import Gradient, Options
 from commlib.devices.copies import copy_to_device
 from commlib.named_gradients.gradients import CallSpec, GradientCall, NamedGradients
 from commlib_tensorflow._bridge import dtype_name
@@ -40,8 +40,7 @@ from commlib_tensorflow.devices import settle, tensors_over, use_device_stream
 class GraphCall(GradientCall):
     """One call in a graph; each run of its nodes is a run of it.
 
-    given_if: boolean tensors for some of the gradients, which count as None when False. compressor: the user's, or
-    None.
+    given_if: boolean tensors for some of the gradients, which count as None when False. options: of the wire.
     """
 
     def __init__(
@@ -51,15 +50,14 @@ class GraphCall(GradientCall):
         given: Sequence[Any],
         like: Sequence[Any],
         given_if: Mapping[int, Any],
-        compressor: Any,
+        options: Options,
     ) -> None:
         super().__init__(gradients, spec)
-        self._compressor, self._options = compressor, gradients.options_here()
+        self._options = options
         self._place = place_of_gradients(like)
         """The device of the gradients; None for the host."""
         self._dense, self._sparse = spec.dense, spec.sparse
         self._given, self._like, self._given_if = given, like, dict(given_if)
-        self._contexts: dict[int, Any] = {}
         strict = spec.strict if not isinstance(spec.strict, bool) else ()
         self._absent = [index for index, one in enumerate(given) if one is None and index not in strict]
         self._maybe = self._absent + list(given_if)
@@ -70,7 +68,7 @@ class GraphCall(GradientCall):
     def run(self) -> list[Any]:
         """Return the reduced gradients."""
         given = self._given
-        messages = {index: self._encode(index) for index in self._dense}
+        messages = {index: encode_gradient(given[index], self._options) for index in self._dense}
         slices: list[Any] = []
         specs = [Spec.like(messages[index]) for index in self._dense]
         for index in self._sparse:
@@ -117,21 +115,12 @@ class GraphCall(GradientCall):
 
         return call_on_device_of(place.where, there, inputs, specs)
 
-    def _encode(self, index: int) -> Any:
-        gradient = self._given[index]
-        if self._compressor is not None:
-            message, self._contexts[index] = self._compressor.compress(gradient)
-            return message
-        return encode_gradient(gradient, self._options)
-
     def _wire_dtype(self, index: int) -> Any:
         dtype = self._dtype(index)
         wire = tf.as_dtype(self._options.wire_dtype(dtype_name(dtype.real_dtype)))
         return dtype if dtype.is_complex else wire
 
     def _decode(self, index: int, tensor: Any) -> Any:
-        if self._compressor is not None:
-            return self._compressor.decompress(tensor, self._contexts.get(index))
         return decode_gradient(tensor, self._dtype(index), self._options)
 
     def _dtype(self, index: int) -> Any:
@@ -165,8 +154,7 @@ class GraphCall(GradientCall):
         return tokens
 
     def _describe(self, sent: Mapping[int, tuple[Any, Any]]) -> tuple[Gradient, ...]:
-        as_sent = self._compressor is not None
-        return describe_gradients(self.spec, sent, self._like, self._place, as_sent=as_sent)
+        return describe_gradients(self.spec, sent, self._like, self._place)
 
     # On the host
 

@@ -136,14 +136,21 @@ class TensorReducer(NamedGradients):
                 return given
         if not self._in_buckets:
             return self._one_by_one(given)
-        if tf.executing_eagerly():
-            return self._reduce_eagerly(given, names, like, strict or ())
-        if strict is None or self.compressor is not None:  # a compressor may fail on zeros that no rank has
-            strict = range(len(given))
-        if like:  # a slot has its variable's dtype, and so does its result
+        eager, contexts = tf.executing_eagerly(), None
+        if like and not eager:  # a slot has its variable's dtype, and so does its result
             given = [cast_like(*pair) for pair in zip(given, like, strict=True)]
-        spec = self._spec(given, names, strict)
-        return GraphCall(self, spec, given, like or given, given_if, self.compressor).run()
+        like = like or given
+        if strict is None or self.compressor is not None:  # a compressor may fail on zeros that no rank has
+            strict = () if eager else range(len(given))
+        if self.compressor is not None:
+            given, contexts = compress_tensors(self.compressor, given)
+            like = [variable if one is None else one for one, variable in zip(given, like, strict=True)]
+        if eager:
+            results = self._find_call(given, names, like, strict).run(given)
+        else:
+            spec = self._spec(given, names, strict)
+            results = GraphCall(self, spec, given, like, given_if, self._wire_options()).run()
+        return results if contexts is None else decompress_tensors(self.compressor, results, contexts)
 
     def by_parts(self, names: Sequence[str], variables: Sequence[Any], order: Sequence[int]) -> EagerCall:
         """Start a reduction of dense gradients that are passed part by part, in this order. Eagerly, and collective.
@@ -152,7 +159,7 @@ class TensorReducer(NamedGradients):
         """
         everything = range(len(names))
         spec = CallSpec(names, everything, (), order, count_threads(), strict=True, in_order=self.in_order)
-        call = self._make_call(spec, {n: (one.dtype, one.shape) for n, one in enumerate(variables)}, variables)
+        call = self._make_call(spec, variables, variables)
         call.start()
         return call
 
@@ -161,33 +168,22 @@ class TensorReducer(NamedGradients):
         """Whether ranks reduce in program order, where the graph allows it: not over a process set of the user."""
         return self.process_set is core.global_process_set or self.process_set.is_implied
 
-    def _reduce_eagerly(
+    def _find_call(
         self, given: Sequence[Any], names: Sequence[str], like: Sequence[Any], strict: Collection[int]
-    ) -> list[Any]:
-        messages, contexts = given, None
-        if self.compressor is not None:
-            strict = ()
-            messages, contexts = compress_tensors(self.compressor, given)
-            like = [one if message is None else message for message, one in zip(messages, like or given, strict=True)]
-        like = like or messages
+    ) -> EagerCall:
+        """Return the call for eager tensors of these kinds."""
         place = place_of_gradients(like) if types() else None
         kinds = [
             (one.dtype, tuple(one.shape), variable.dtype) if isinstance(one, tf.Tensor) else _kind_of(one, variable)
-            for one, variable in zip(messages, like, strict=True)
+            for one, variable in zip(given, like, strict=True)
         ]
         key = (self.process_set.coordinator(self.name), place, *names, *strict, *kinds)
         call = self._eager_calls.get(key)
         if call is None:
             if len(self._eager_calls) >= _MOST_CALLS:
                 self._eager_calls.clear()
-            sent = {
-                index: (one.dtype, one.values.shape if isinstance(one, tf.IndexedSlices) else one.shape)
-                for index, one in enumerate(messages)
-                if one is not None
-            }
-            call = self._eager_calls[key] = self._make_call(self._spec(messages, names, strict), sent, like, messages)
-        results = call.run(messages)
-        return results if contexts is None else decompress_tensors(self.compressor, results, contexts)
+            call = self._eager_calls[key] = self._make_call(self._spec(given, names, strict), given, like)
+        return call
 
     def _spec(self, given: Sequence[Any], names: Sequence[str], strict: Collection[int]) -> CallSpec:
         sparse = [index for index, gradient in enumerate(given) if isinstance(gradient, tf.IndexedSlices)]
@@ -195,17 +191,18 @@ class TensorReducer(NamedGradients):
         in_order = self.in_order and is_ordered()
         return CallSpec(list(names), dense, sparse, order_of(given), count_threads(), strict, in_order)
 
-    def _make_call(
-        self,
-        spec: CallSpec,
-        sent: Mapping[int, tuple[Any, Any]],
-        like: Sequence[Any],
-        given: Sequence[Any] = (),
-    ) -> EagerCall:
-        place, as_sent = place_of_gradients(like), self.compressor is not None
-        kinds = describe_gradients(spec, sent, like, place, as_sent=as_sent)
-        dtypes = [dtype_of_result(*pair) for pair in zip(given or like, like, strict=True)]
-        return EagerCall(self, spec, kinds, dtypes, place, None if as_sent else self.options_here())
+    def _make_call(self, spec: CallSpec, given: Sequence[Any], like: Sequence[Any]) -> EagerCall:
+        rows = [one.values if isinstance(one, tf.IndexedSlices) else one for one in given]
+        sent = {index: (one.dtype, one.shape) for index, one in enumerate(rows) if one is not None}
+        place = place_of_gradients(like)
+        kinds = describe_gradients(spec, sent, like, place)
+        dtypes = [dtype_of_result(*pair) for pair in zip(given, like, strict=True)]
+        return EagerCall(self, spec, kinds, dtypes, place, self._wire_options())
+
+    def _wire_options(self) -> Options:
+        """Return the options that apply to tensors on the wire: a user's compressor has made its own."""
+        options = self.options_here()
+        return options if self.compressor is None else replace(options, predivide=1.0)
 
     def reduce_with_tangents(
         self, gradients: Sequence[Any], names: Sequence[str], like: Sequence[Any] = ()
