@@ -16,10 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from commlib.collectives.call import Call
+from commlib.collectives.context import PathContext
 from commlib.collectives.host.message_call import MessageCall
 from commlib.collectives.host.rails import Rails, make_rails_move
 from commlib.collectives.operands import row_layout
-from commlib.collectives.paths import Move, Verb
+from commlib.collectives.paths import Move, Path, Verb
 from commlib.dtypes import Array
 from commlib.execution.accumulation import Accumulation, wide_bytes
 from commlib.group.group import Group
@@ -29,19 +30,20 @@ from commlib.schedule import program
 from commlib.schedule.layout import Layout, even, uneven
 
 
-class Hierarchical:
-    """The `paths.Path` for groups on several nodes."""
+class HierarchicalPath(Path):
+    """The path for groups on several nodes."""
 
-    name, is_automatic, takes_devices = "hierarchical", True, False
+    name = "hierarchical"
 
-    def refusal(self, group: Group, verb: Verb, call: Call) -> str:
+    def refusal(self, context: PathContext, verb: Verb, call: Call) -> str:
+        group = context.group
         if not group.is_hierarchical:
             return f"{group.name} is on one node, has one rank on each, or COMMLIB_NODE_PATH=0"
         return "" if verb.hierarchical is not None else "it has no hierarchical implementation"
 
-    def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
+    def compile(self, context: PathContext, verb: Verb, call: Call) -> CompiledCall:
         assert verb.hierarchical is not None
-        return MessageCall(group, call.text, verb.hierarchical(group, call))
+        return MessageCall(context.group, call.text, verb.hierarchical(context.group, call))
 
 
 def broadcast(group: Group, call: Call) -> Move:
