@@ -103,7 +103,8 @@ class ClipHook(DistributedKeras3):
         """Update a variable, if any rank has a gradient for it."""
         update = super().update_step  # type: ignore[misc]
         if not self._commlib.absent:
-            return update(gradient, variable, learning_rate)
+            update(gradient, variable, learning_rate)
+            return
         self._if_any_rank(variable, lambda: update(gradient, variable, learning_rate))
 
     def _apply_weight_decay(self, variables: Any) -> None:
