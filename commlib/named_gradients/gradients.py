@@ -101,7 +101,7 @@ def ordered_reducers() -> list[CallReducer]:
 
 
 class NamedGradients:
-    """Reduces gradients over a process set, under names that begin with `name`. `groups`: names that share buckets."""
+    """Reduces gradients over a process set, in program order or by name. `groups`: names that share buckets."""
 
     def __init__(self, name: str, options: Options, groups: Groups, process_set: ProcessSet | None) -> None:
         self.name, self.options, self.groups = name, options, groups
