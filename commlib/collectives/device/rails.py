@@ -63,8 +63,8 @@ class DeviceRails(Rails):
         A rank that sends no message has no other check.
         """
         super().begin()
-        if not self.board.is_same(self.group.history, self.group.watch(self.text)):
-            raise self.group.different(self.text)
+        if not self.board.is_same(self.group.status.history, self.group.waits.watch(self.text)):
+            raise self.group.calls.different(self.text)
         self._open_slots()
 
     def members(self, rail: int) -> list[tuple[int, ...]]:
@@ -116,11 +116,11 @@ class DeviceRails(Rails):
         if before is not None:
             self._end(*before)
         if self._synchronized is not None:
-            wait_for(self._synchronized, self.group.watch(self.text))
+            wait_for(self._synchronized, self.group.waits.watch(self.text))
 
     def _end(self, piece: Iterator[None], start_event: DeviceEvent) -> None:
         """Finish a piece after its queued work is done. Then the work of the piece two before is done, too."""
-        wait_for(start_event, self.group.watch(self.text))
+        wait_for(start_event, self.group.waits.watch(self.text))
         for _ in piece:
             pass
 

@@ -224,5 +224,5 @@ def _barrier(call: Call, node: Rails, x: Array, target: Array) -> None:
         rail = node.hierarchy.rail
         assert rail is not None
         steps = program("barrier", "dissemination", rail.rank, rail.size)
-        node.group.execute(steps, [[]], call.text, transport=rail)
+        node.group.programs.execute(steps, [[]], call.text, transport=rail)
     node.exchange(arrival, x, target)

@@ -61,7 +61,7 @@ def _all_reduce(call: Call, node: Rails, source: Array, target: Array) -> None:
             accumulation.finish(work[mine], target[mine])
         node.gather_shares(target[where], shares, ("gather", where.stop - where.start))
 
-    node.group.execute(
+    node.group.programs.execute(
         parts.program,
         [[Region(work, layout)] for number in range(len(parts.ranges)) for layout in parts.blocks(number)],
         call.text,
@@ -129,7 +129,7 @@ def _small_all_reduce(group: Group, call: Call) -> PersistentAllReduce:
         assert rail is not None
         choice = choose(group, "all_reduce", "auto", rail.size, everything[1])
         steps = program("all_reduce", choice.algorithm, rail.rank, rail.size)
-        small.add_messages(steps, rail, signature(text), group.on_wait(text))
+        small.add_messages(steps, rail, signature(text), group.waits.watch_each(text))
     if size > 1:
         takes = [everything if other == 0 and not is_first else NOTHING for other in range(size)]
         spread = NodeCollective.exchange(

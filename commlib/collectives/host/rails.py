@@ -103,7 +103,7 @@ class Rails:
                 pieces = 1
             slices = [cut(layout, pieces) for layout in layouts]
             regions = [[Region(a, s[piece]) for a, s in zip(arrays, slices, strict=True)] for piece in range(pieces)]
-        self.group.execute(run, regions, self.text, op, part=self._part, transport=rail)
+        self.group.programs.execute(run, regions, self.text, op, part=self._part, transport=rail)
 
     def gather_shares(self, target: Array, shares: Sequence[Range], kind: Hashable = None) -> None:
         """All-gather the rails' shares to every rank of the node."""
