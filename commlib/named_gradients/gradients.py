@@ -59,11 +59,21 @@ class CallSpec:
 class CallReducer:
     """The reducer of one kind of call. If it is ordered, a joined rank stands in for its calls: see `JoinableReducer`.
 
-    ranks: an OrderedRanks, or `named`, which tells whether this object is still valid.
+    is_complete: all ranks have it.
     """
 
-    def __init__(self, reducer: GradientReducer, values: ArrayValues, named: ProcessSetRanks, spec: CallSpec) -> None:
-        self.reducer, self.values, self.named = reducer, values, named
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        values: ArrayValues,
+        spec: CallSpec,
+        process_set: ProcessSet,
+        *,
+        is_complete: bool,
+    ) -> None:
+        self.reducer, self.values, self._process_set = reducer, values, process_set
+        coordinator = self._coordinator = process_set.coordinator("gradients")
+        self._restarts, self._joins = coordinator.restarts, None if is_complete else coordinator.joins
         self.gradients: Gradients = reducer.gradients
         self.in_order = spec.in_order
         """What the calls allow; if a rank had joined at construction, they reduce by name nevertheless."""
@@ -72,6 +82,19 @@ class CallReducer:
         if self.comm is not None:
             number_reducer(self, ordered_reducers)
             _ORDERED.add(self)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this object is still valid for all ranks.
+
+        It is invalid after a shutdown. It is invalid if a rank had joined during construction and is now back, because
+        that rank does not have this object. It is invalid after a restart: ranks may restart from different places, so
+        their next operations may differ.
+        """
+        process_set, own = self._process_set, self._coordinator
+        if process_set.process_set_id is None or process_set.coordinator("gradients") is not own:
+            return False
+        return own.restarts == self._restarts and self._joins in (None, own.joins)
 
     def take_turns(self) -> None:
         """Announce each reduction from now on: the communicator has other reducers, and ranks may join."""
@@ -97,7 +120,7 @@ _ORDERED: weakref.WeakSet[CallReducer] = weakref.WeakSet()
 
 def ordered_reducers() -> list[CallReducer]:
     """Return the reducers of this process that reduce in program order, by number."""
-    return sorted((one for one in _ORDERED if one.named.is_current), key=lambda one: one.number)
+    return sorted((one for one in _ORDERED if one.is_current), key=lambda one: one.number)
 
 
 class NamedGradients:
@@ -162,7 +185,7 @@ class NamedGradients:
             if cached.gradients is not gradients and not _fits(cached.gradients, gradients, call):
                 continue
             if cached.in_order == call.in_order:
-                if cached.named.is_current:
+                if cached.is_current:
                     return cached
                 self._cached_reducers.remove(cached)
                 self._loaded = None  # older than the restart
@@ -187,7 +210,9 @@ class NamedGradients:
         if self._loaded is not None:
             load_compression(reducer, self._loaded, np.asarray)
         reducer.statistics = self.statistics
-        self._cached_reducers.append(CallReducer(reducer, values, named, call))
+        self._cached_reducers.append(
+            CallReducer(reducer, values, call, self.process_set, is_complete=named.is_complete)
+        )
         return self._cached_reducers[-1]
 
     def stepped(self, reducer: GradientReducer) -> None:
