@@ -38,9 +38,10 @@ def walk(step: Callable[[], Any]) -> tuple[int, int]:
         if event == "return" and turns and turns[-1] is frame:
             turns.pop()
         if event == "call" and not turns and code.co_filename.startswith(OWN):
-            calls.append(code.co_filename)
             if code.co_name == "announce_turn":
                 turns.append(frame)
+            else:
+                calls.append(code.co_filename)
 
     before = sys.getprofile()
     sys.setprofile(profile)
