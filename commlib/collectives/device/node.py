@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from commlib.collectives.call import Call
+from commlib.collectives.device.hierarchical import DeviceSteps
 from commlib.collectives.device.staging_queue import OnWait, Run, StagingQueue
 from commlib.collectives.paths import Verb
 from commlib.devices.array import DeviceArray
@@ -39,7 +40,7 @@ class DevicePeers:
         if self.group.one_node:
             has_form = verb.exchange is not None or verb.on_devices is not None
             return has_form and call.algorithm in ("auto", "node", "")
-        return verb.hierarchical_on_devices is not None and call.algorithm in ("auto", "hierarchical")
+        return verb.hierarchical is not None and call.algorithm in ("auto", "hierarchical")
 
     @property
     def may_exchange(self) -> bool:
@@ -135,8 +136,8 @@ class NodeDevicePath:
 def _compile(peers: DevicePeers, verb: Verb, call: Call) -> Enqueue:
     group, (board, open_slots) = peers.group, peers.opened()
     if not group.one_node:
-        assert verb.hierarchical_on_devices is not None
-        return verb.hierarchical_on_devices(board, open_slots, group, call)
+        assert verb.hierarchical is not None
+        return DeviceSteps(board, open_slots, group, call, verb.hierarchical(call, group.size)).run
     if verb.on_devices is not None:
         return verb.on_devices(board, open_slots, call)
     assert verb.exchange is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.collectives.host import hierarchical_all_reduce as hierarchy
-from commlib.collectives.host import rails
+from commlib.collectives import rails
+from commlib.collectives.host import hierarchical
 from commlib.config.settings import Config
 from commlib.cost import model
 from commlib.cost.chooser import Chooser
@@ -60,7 +60,7 @@ def test_large_arrays_go_through_all_rails(nodes, dtype, monkeypatch):
 def test_an_all_reduce_is_split_into_parts(nodes, network, count, monkeypatch):
     """Parts of 5 to 10 KiB, some of one block and some of several, of ordinary and of symmetric arrays."""
     monkeypatch.setattr(rails, "RAIL_BYTES", 1000)
-    monkeypatch.setattr(hierarchy, "PART_BYTES", 10_000)
+    monkeypatch.setattr(hierarchical, "PART_BYTES", 10_000)
     monkeypatch.setattr(model, "AT_ONCE", 4000)
 
     def check(comm):

@@ -1,0 +1,81 @@
+"""Node exchanges: a step of a hierarchical program on host arrays, as exchanges on the board and local copies."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from commlib.node.collective import NOTHING, Exchange, Range
+from commlib.schedule.hierarchy import NodeStep, Part, Run, join
+
+Pairs = dict[tuple[int, int], list[Run]]
+"""What ranks of a node, by place, give each other: (giver, taker) and the runs, in bytes."""
+
+Place = tuple[str, int, int]
+"""Where a part is on its rank: the name of the array, its first byte there, and its length in bytes."""
+
+_EMPTY: Run = (0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCopy:
+    """Copies from one array of this rank to another, or within one."""
+
+    runs: Sequence[Run]
+
+    def run_at(self, source: int, target: int) -> None:
+        """Copy between the arrays at these addresses."""
+        for start, place, nbytes in self.runs:
+            ctypes.memmove(target + place, source + start, nbytes)
+
+
+def group_transfers(
+    step: NodeStep, ranks: Sequence[int], locate: Callable[[Part], Place]
+) -> dict[tuple[str, str], Pairs]:
+    """Return the transfers of a step by the arrays that they read and write, without those that stay where they are."""
+    groups: dict[tuple[str, str], Pairs] = {}
+    places = {rank: place for place, rank in enumerate(ranks)}
+    for transfer in step.transfers:
+        giver, taker = places[transfer.source.rank], places[transfer.target.rank]
+        (source, start, nbytes), (target, place, _) = locate(transfer.source), locate(transfer.target)
+        if step.reduce or giver != taker or (source, start) != (target, place):
+            groups.setdefault((source, target), {}).setdefault((giver, taker), []).append((start, place, nbytes))
+    return {arrays: {pair: join(runs) for pair, runs in pairs.items()} for arrays, pairs in groups.items()}
+
+
+def make_exchanges(pairs: Pairs, place: int, size: int, *, reduce: bool, nbytes: int | None) -> list[Exchange]:
+    """Return the exchanges of the rank with this place, the same number on all `size` ranks of the node.
+
+    In an exchange a rank takes one run from each other one. nbytes: of an array that may be in symmetric memory.
+    """
+    layers = zip_longest(*pairs.values(), fillvalue=_EMPTY)
+    return [_exchange(dict(zip(pairs, layer, strict=True)), place, size, reduce, nbytes) for layer in layers]
+
+
+def _exchange(runs: Mapping[tuple[int, int], Run], place: int, size: int, reduce: bool, nbytes: int | None) -> Exchange:
+    given: dict[int, list[Range]] = {}  # what each rank sends, without duplicates
+    for (giver, _), (start, _, length) in runs.items():
+        if length and (start, length) not in given.setdefault(giver, []):
+            given[giver].append((start, length))
+    takers = max((sum(giver == other for giver, _ in runs) for other in given), default=0)
+    if takers > 1 and all(len(parts) == 1 for parts in given.values()):  # one part that all ranks read
+        sends = given.get(place, [NOTHING])
+    else:
+        sends = [_range(runs, place, taker, 0) for taker in range(size)]
+    takes = [_range(runs, giver, place, 1) for giver in range(size)]
+    offsets = None if nbytes is None else [runs.get((giver, place), _EMPTY)[0] for giver in range(size)]
+    if reduce:
+        takes = [takes[place]] * size
+    return Exchange(sends, takes, max(length for _, _, length in runs.values()), offsets, nbytes or 0)
+
+
+def _range(runs: Mapping[tuple[int, int], Run], giver: int, taker: int, end: int) -> Range:
+    run = runs.get((giver, taker), _EMPTY)
+    return (run[end], run[2]) if run[2] else NOTHING
+
+
+def copies_of(pairs: Pairs, place: int) -> LocalCopy:
+    """Return the copies of the rank with this place."""
+    return LocalCopy([run for run in pairs.get((place, place), ()) if run[2]])

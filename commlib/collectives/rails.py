@@ -1,0 +1,180 @@
+"""Rails: a hierarchical call on this rank: its steps, its pieces, and the verb along the rail on the elements of each.
+
+A piece has the same part of every chunk of the data, so a slot or a buffer for the network may be small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from math import ceil
+from typing import Any, Protocol
+
+from commlib.collectives.call import Call
+from commlib.cost.chooser import Choice
+from commlib.cost.hierarchical import RAIL_BYTES
+from commlib.execution.reduce_function import ReduceFunction
+from commlib.execution.streaming import Hook, Region, do_nothing
+from commlib.group.group import Group
+from commlib.schedule import find, program
+from commlib.schedule.expansion import rail_algorithms
+from commlib.schedule.hierarchy import Buffer, HierarchicalProgram, NodeStep, hierarchical_program
+from commlib.schedule.ir import Program
+from commlib.schedule.layout import Layout, Slices, blocks, cut, even, uneven
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a call. start: its first element in every chunk, or in all of the data if each rank has all of it.
+
+    counts: the elements of each chunk in the piece. kind: equal for pieces with equal counts.
+    """
+
+    number: int
+    start: int
+    counts: tuple[int, ...]
+    kind: int
+
+
+class Memory(Protocol):
+    """The memory with the data of one run of a call: what the steps of the call need."""
+
+    def exchange(self, step: NodeStep, piece: Piece) -> None:
+        """Run a step of the node."""
+        ...
+
+    def finish(self, piece: Piece) -> None:
+        """Finish what the rail has reduced of a piece, or leave that to the exchange of the result."""
+        ...
+
+    def stream(self, prepare: Hook, complete: Hook) -> None:
+        """Run the rail's verb on all pieces. `prepare(n)` precedes it for piece n, and `complete(n)` follows."""
+        ...
+
+
+def run(steps: HierarchicalProgram, pieces: Sequence[Piece], memory: Memory) -> None:
+    """Run the pieces of a call. While one crosses the network, the node's ranks prepare the next."""
+    memory.stream(partial(_prepare, steps, pieces, memory), partial(_complete, steps, pieces, memory))
+
+
+def _prepare(steps: HierarchicalProgram, pieces: Sequence[Piece], memory: Memory, number: int) -> None:
+    for step in steps.before:
+        memory.exchange(step, pieces[number])
+
+
+def _complete(steps: HierarchicalProgram, pieces: Sequence[Piece], memory: Memory, number: int) -> None:
+    if steps.rail is not None:
+        memory.finish(pieces[number])
+    for step in steps.after:
+        memory.exchange(step, pieces[number])
+
+
+@dataclass(frozen=True, slots=True)
+class RailProgram:
+    """The program of a rail's verb, and the layouts of its regions in each block. A rank without a rail sends nothing.
+
+    each: the number of blocks of a piece.
+    """
+
+    program: Program
+    blocks: Sequence[Sequence[Layout | Slices]]
+    each: int
+
+
+class Rails:
+    """The rails of one call, and the steps of this rank. counts: the elements of each chunk, or of all of the data."""
+
+    def __init__(self, group: Group, call: Call, counts: tuple[int, ...], item_bytes: int) -> None:
+        self.group, self.text, self.counts = group, call.text, counts
+        self.number = max(1, min(group.topology.rails, sum(counts) * item_bytes // RAIL_BYTES))
+        nodes, root = group.topology.nodes, max(call.root, 0)
+        self.steps = hierarchical_program(call.verb, nodes, self.number, group.rank, root)
+        self.node, self._item_bytes = group.hierarchy.number, item_bytes
+
+    def pieces(self, cuts: Sequence[int]) -> tuple[Piece, ...]:
+        """Return the pieces between these elements, from 0 to the number of elements of the longest chunk."""
+        kinds: dict[tuple[int, ...], int] = {}
+        pieces = list[Piece]()
+        for number, (start, stop) in enumerate(pairwise(cuts)):
+            if self.steps.is_whole:
+                counts = even(stop - start, self.number).counts
+            else:
+                counts = tuple(max(min(count, stop) - start, 0) for count in self.counts)
+            pieces.append(Piece(number, start, counts, kinds.setdefault(counts, len(kinds))))
+        return tuple(pieces)
+
+    def layouts(self, counts: Sequence[int]) -> tuple[Layout, ...]:
+        """Return the layouts of the regions of the rail's verb: a chunk for each node, or one for all of them."""
+        rail = self.steps.rail
+        if rail is None:
+            return ()
+        return tuple(
+            _layout([counts[number] for number in self.steps.chunks(self.group.rank, buffer)], chunks)
+            for buffer, chunks in zip(rail.buffers, rail.regions, strict=True)
+        )
+
+    def layout(self, rank: int, buffer: Buffer, counts: Sequence[int]) -> Layout:
+        """Return the layout of a buffer of a rank."""
+        return uneven(counts[number] for number in self.steps.chunks(rank, buffer))
+
+    def compile(self, counts: Sequence[int], pieces: Sequence[Piece], begins: Sequence[int]) -> RailProgram:
+        """Return the program of the rail for these pieces.
+
+        counts: of the data by which to choose the algorithm. begins: the first element of each piece in its region.
+        """
+        steps, rail, verb = self.steps, self.steps.rail, self.steps.verb
+        choice = self._choose(counts)
+        each = ceil(choice.segments / len(pieces))
+        pipelined = find(verb, choice.algorithm).segmented
+        if rail is None:
+            each = 1 if pipelined else each
+            return RailProgram(program("barrier", "dissemination", 0, 1), [()] * (each * len(pieces)), each)
+        nodes, segments = steps.cluster.nodes, each if pipelined else 1
+        run = program(verb, choice.algorithm, self.node, len(nodes), root=rail.root, segments=segments)
+        each = 1 if pipelined or not (steps.is_whole or run.sends_single_chunks) else each
+        cuts = [self._cut(run, piece, begin, each) for piece, begin in zip(pieces, begins, strict=True)]
+        return RailProgram(run, [block for piece in cuts for block in piece], each)
+
+    def _cut(self, run: Program, piece: Piece, begin: int, each: int) -> Iterable[Sequence[Layout | Slices]]:
+        """Return the layouts of the regions for each block of a piece."""
+        layouts = self.layouts(piece.counts)
+        if not self.steps.is_whole:
+            return zip(*(cut(layout, each) for layout in layouts), strict=True) if layouts else [()] * each
+        own = blocks(layouts[0].count, run.regions[0], each)
+        return [(Layout(tuple(begin + offset for offset in layout.offsets)),) for layout in own]
+
+    def _choose(self, counts: Sequence[int]) -> Choice:
+        """Choose the rail's algorithm, the same on all ranks of the rail; if all ranks have all data, on all ranks."""
+        steps, rail = self.steps, self.steps.rail
+        if steps.is_whole:
+            count = max(counts)
+        elif steps.verb == "all_to_all":  # if nodes differ in size, ranks send different amounts
+            count = steps.rail_chunks * max(counts)
+        else:
+            count = 0 if rail is None else sum(layout.count for layout in self.layouts(counts))
+        nbytes, among = count * self._item_bytes, rail_algorithms(steps.verb)
+        chooser, size = self.group.runtime.chooser, len(steps.cluster.nodes)
+        return chooser.choose(steps.verb, size, nbytes, kind="network", sharing=self.number, among=among)
+
+    def execute(
+        self,
+        run: RailProgram,
+        arrays: Sequence[Any],
+        op: ReduceFunction | None,
+        *,
+        part: int = 1,
+        before: Hook = do_nothing,
+        after: Hook = do_nothing,
+    ) -> None:
+        """Run the rail's verb on one array for each of its regions. part: numbers the runs of one call."""
+        regions = [[Region(array, layout) for array, layout in zip(arrays, block, strict=True)] for block in run.blocks]
+        rail = None if self.steps.rail is None else self.group.hierarchy.rail
+        self.group.execute(run.program, regions, self.text, op, part=part, transport=rail, before=before, after=after)
+
+
+def _layout(sizes: Sequence[int], chunks: Sequence[int]) -> Layout:
+    """Return a layout whose chunks have this many of the sizes each."""
+    edges = tuple(accumulate(sizes, initial=0))
+    return Layout(tuple(edges[number] for number in accumulate(chunks, initial=0)))
