@@ -20,7 +20,7 @@ from commlib.execution.streaming import Hook, Region, do_nothing
 from commlib.group.group import Group
 from commlib.schedule import find, program
 from commlib.schedule.expansion import rail_algorithms
-from commlib.schedule.hierarchy import Buffer, HierarchicalProgram, NodeStep, hierarchical_program
+from commlib.schedule.hierarchy import Buffer, HierarchicalProgram, NodeStep, Part, hierarchical_program
 from commlib.schedule.ir import Program
 from commlib.schedule.layout import Layout, Slices, blocks, cut, even, uneven
 
@@ -105,19 +105,39 @@ class Rails:
             pieces.append(Piece(number, start, counts, kinds.setdefault(counts, len(kinds))))
         return tuple(pieces)
 
+    def places(self, step: NodeStep, piece: Piece, *, in_place: bool = False) -> dict[Part, tuple[int, int]]:
+        """Return the first element and the length of each part; in the caller's arrays, from the start of the piece.
+
+        in_place: if every rank has all of the data, the rail's buffers are its share of the caller's arrays.
+        """
+        known: dict[tuple[int, Buffer], tuple[Sequence[int], Layout]] = {}
+        places = {}
+        for part in (part for each in step.transfers for part in (each.source, each.target)):
+            key = part.rank, part.buffer
+            if key not in known:
+                own = self.steps.layout(*key, piece.counts)
+                known[key] = self._starts(own, *key, piece, in_place=in_place), own
+            starts, own = known[key]
+            places[part] = starts[part.span.start], own.length(part.span)
+        return places
+
+    def _starts(self, own: Layout, rank: int, buffer: Buffer, piece: Piece, *, in_place: bool) -> Sequence[int]:
+        """Return the first element of each chunk in a buffer, whose layout in this piece is `own`."""
+        of_rail = buffer in ("outgoing", "incoming")
+        if self.steps.is_whole and of_rail and in_place:
+            shares = uneven(piece.counts).offsets
+            return [shares[number] for number in self.steps.chunks(rank, buffer)]
+        return own.offsets if self.steps.is_whole or of_rail else self.steps.layout(rank, buffer, self.counts).offsets
+
     def layouts(self, counts: Sequence[int]) -> tuple[Layout, ...]:
         """Return the layouts of the regions of the rail's verb: a chunk for each node, or one for all of them."""
         rail = self.steps.rail
         if rail is None:
             return ()
         return tuple(
-            _layout([counts[number] for number in self.steps.chunks(self.group.rank, buffer)], chunks)
+            _by_node(self.steps.layout(self.group.rank, buffer, counts), chunks)
             for buffer, chunks in zip(rail.buffers, rail.regions, strict=True)
         )
-
-    def layout(self, rank: int, buffer: Buffer, counts: Sequence[int]) -> Layout:
-        """Return the layout of a buffer of a rank."""
-        return uneven(counts[number] for number in self.steps.chunks(rank, buffer))
 
     def compile(self, counts: Sequence[int], pieces: Sequence[Piece], begins: Sequence[int]) -> RailProgram:
         """Return the program of the rail for these pieces.
@@ -174,7 +194,6 @@ class Rails:
         self.group.execute(run.program, regions, self.text, op, part=part, transport=rail, before=before, after=after)
 
 
-def _layout(sizes: Sequence[int], chunks: Sequence[int]) -> Layout:
-    """Return a layout whose chunks have this many of the sizes each."""
-    edges = tuple(accumulate(sizes, initial=0))
-    return Layout(tuple(edges[number] for number in accumulate(chunks, initial=0)))
+def _by_node(layout: Layout, chunks: Sequence[int]) -> Layout:
+    """Return a layout with this many chunks of another one in each chunk."""
+    return Layout(tuple(layout.offsets[number] for number in accumulate(chunks, initial=0)))

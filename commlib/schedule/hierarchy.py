@@ -14,20 +14,28 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Literal
 
 from commlib.errors import UsageError
 from commlib.schedule.ir import EMPTY, Span
+from commlib.schedule.layout import Layout, uneven
 from commlib.schedule.spans import chunk
 
 Buffer = Literal["source", "target", "outgoing", "incoming"]
 
-HIERARCHICAL = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
-"""The verbs with a hierarchical program. In the others the bottleneck is the port of the root, nodes or not."""
+HIERARCHICAL = {
+    "all_reduce": "Reduce-scatter in the node, all-reduce in each rail, all-gather in the node.",
+    "reduce_scatter": "Reduce each rail's chunks in the node, reduce-scatter in each rail, distribute in the node.",
+    "all_gather": "All-gather in the node, all-gather in each rail, distribute the other nodes' chunks in the node.",
+    "broadcast": "Scatter in the root's node, broadcast in each rail, all-gather in the nodes.",
+    "all_to_all": "Exchange in the node and gather what leaves it, exchange in each rail, distribute in the node.",
+    "barrier": "Synchronize the ranks of each node, then the nodes, then the ranks of each node again.",
+}
+"""The verbs with a hierarchical program, and their steps. In the others the port of the root is the bottleneck."""
 
 Run = tuple[int, int, int]
 """A contiguous piece of a transfer: its start in the source, its start in the target, and its length."""
@@ -131,9 +139,17 @@ class HierarchicalProgram:
         """Whether every rank has all of the data, so that the chunks are shares of it, one for each rail."""
         return self.verb in ("all_reduce", "broadcast")
 
+    def layout(self, rank: int, buffer: Buffer, counts: Sequence[int]) -> Layout:
+        """Return the layout of a buffer of a rank. counts: the elements of each chunk, in an all_to_all by receiver."""
+        return uneven(counts[number % len(counts)] for number in self.chunks(rank, buffer))
+
     def chunks(self, rank: int, buffer: Buffer) -> tuple[int, ...]:
-        """Return the numbers of the data's chunks in a buffer of a rank, in order."""
-        return _chunks(self.verb, self.cluster, rank, buffer)
+        """Return the numbers of the data's chunks in a buffer of a rank, in order.
+
+        In an all_to_all of P ranks the chunk for rank r is s P + r, from rank s.
+        """
+        node = self.cluster.node(rank)
+        return _chunks(self.verb, self.cluster, node, self.cluster.nodes[node].index(rank), buffer)
 
     @property
     def slot_chunks(self) -> int:
@@ -165,14 +181,12 @@ def hierarchical_program(
         raise UsageError(f"{verb} has no hierarchical form; expected one of {', '.join(HIERARCHICAL)}")
     cluster, most = Cluster(nodes, rails), min(map(len, nodes))
     if not 1 <= rails <= most:
-        raise UsageError(
-            f"hierarchical {verb}: rails must be in 1..{most}, the ranks of the smallest node, got {rails}"
-        )
+        raise UsageError(f"hierarchical {verb}: rails must be in 1..{most}, the size of the smallest node, got {rails}")
     for what, number in (("rank", rank), ("root", root)):
         if not 0 <= number < cluster.size:
             raise UsageError(f"hierarchical {verb}: {what} must be in 0..{cluster.size - 1}, got {number}")
     node = cluster.node(rank)
-    before, after = _STEPS[verb](cluster, node, root)
+    before, after = _node_steps(verb, cluster, node, root)
     place = nodes[node].index(rank)
     rail = _rail_step(verb, cluster, node, place, root) if place < rails else None
     return HierarchicalProgram(verb, cluster, rank, root, before, rail, after)
@@ -189,21 +203,24 @@ def join(runs: Iterable[Run]) -> list[Run]:
     return joined
 
 
-def _chunks(verb: str, cluster: Cluster, rank: int, buffer: Buffer) -> tuple[int, ...]:
-    node = cluster.node(rank)
-    place = cluster.nodes[node].index(rank)
-    has_rail, others = place < cluster.rails, [number for number in range(len(cluster.nodes)) if number != node]
-    everyone = tuple(range(cluster.size))
+def _chunks(verb: str, cluster: Cluster, node: int, place: int, buffer: Buffer) -> tuple[int, ...]:
+    ranks, size, on_rail = cluster.nodes[node], cluster.size, place < cluster.rails
+    rank, everyone = ranks[place], tuple(range(size))
+    others = [number for number in range(len(cluster.nodes)) if number != node]
     match verb, buffer:
         case "barrier", _:
             return ()
         case "all_reduce" | "broadcast", "source" | "target":
             return tuple(range(cluster.rails))
-        case ("reduce_scatter", "source") | ("all_gather", "target") | ("all_to_all", "source" | "target"):
+        case ("reduce_scatter", "source") | ("all_gather", "target"):
             return everyone
         case ("reduce_scatter", "target") | ("all_gather", "source"):
             return (rank,)
-        case _ if not has_rail:
+        case "all_to_all", "source":
+            return tuple(rank * size + receiver for receiver in everyone)
+        case "all_to_all", "target":
+            return tuple(sender * size + rank for sender in everyone)
+        case _ if not on_rail:
             return ()
         case "all_reduce" | "broadcast", _:
             return (place,)
@@ -211,14 +228,11 @@ def _chunks(verb: str, cluster: Cluster, rank: int, buffer: Buffer) -> tuple[int
             return cluster.order(place)
         case ("reduce_scatter", "incoming") | ("all_gather", "outgoing"):
             return cluster.members(node, place)
-        case "all_to_all", "outgoing":  # for each other node, from each rank of this one: to its ranks of the rail
-            return tuple(
-                receiver for n in others for _ in cluster.nodes[node] for receiver in cluster.members(n, place)
-            )
-        case _:  # from each rank of each other node: to this node's ranks of the rail
-            return tuple(
-                receiver for n in others for _ in cluster.nodes[n] for receiver in cluster.members(node, place)
-            )
+        case "all_to_all", "outgoing":
+            return tuple(s * size + r for other in others for s in ranks for r in cluster.members(other, place))
+        case _:
+            receivers = cluster.members(node, place)
+            return tuple(s * size + r for other in others for s in cluster.nodes[other] for r in receivers)
 
 
 def _rail_step(verb: str, cluster: Cluster, node: int, place: int, root: int) -> RailStep:
@@ -237,108 +251,60 @@ def _rail_step(verb: str, cluster: Cluster, node: int, place: int, root: int) ->
             return RailStep(verb, cluster.node(root) if verb == "broadcast" else 0, ((1,),))
 
 
-Steps = tuple[tuple[NodeStep, ...], tuple[NodeStep, ...]]
-"""The steps of a node before the rail's verb, and those after it."""
-
-
-def _transfer(giver: int, source: Buffer, position: int, taker: int, target: Buffer, place: int) -> Transfer:
-    return Transfer(Part(giver, source, chunk(position)), Part(taker, target, chunk(place)))
-
-
-def _step(transfers: Iterable[Transfer], *, reduce: bool = False) -> NodeStep:
-    return NodeStep(tuple(transfers), reduce)
-
-
-def _spread_shares(ranks: Sequence[int], rails: int, buffer: Buffer) -> Iterator[Transfer]:
-    """Give every rank of the node each share, from the rank of its rail."""
-    for rail in range(rails):
-        for rank in ranks:
-            if (rank, buffer) != (ranks[rail], "target"):
-                yield _transfer(ranks[rail], buffer, rail if buffer == "target" else 0, rank, "target", rail)
-
-
-def _all_reduce(cluster: Cluster, node: int, root: int) -> Steps:
-    ranks, rails = cluster.nodes[node], cluster.rails
-    combine = (_transfer(rank, "source", rail, ranks[rail], "outgoing", 0) for rail in range(rails) for rank in ranks)
-    return (_step(combine, reduce=True),), (_step(_spread_shares(ranks, rails, "incoming")),)
-
-
-def _broadcast(cluster: Cluster, node: int, root: int) -> Steps:
-    ranks, rails = cluster.nodes[node], cluster.rails
-    if root not in ranks:
-        return (), (_step(_spread_shares(ranks, rails, "incoming")),)
-    scatter = (_transfer(root, "target", rail, ranks[rail], "target", rail) for rail in range(rails))
-    leave = (_transfer(ranks[rail], "target", rail, ranks[rail], "outgoing", 0) for rail in range(rails))
-    spread = (each for each in _spread_shares(ranks, rails, "target") if each.target.rank != root)
-    return (_step(each for each in scatter if each.target.rank != root), _step(leave)), (_step(spread),)
-
-
-def _reduce_scatter(cluster: Cluster, node: int, root: int) -> Steps:
+def _node_steps(verb: str, cluster: Cluster, node: int, root: int) -> tuple[tuple[NodeStep, ...], tuple[NodeStep, ...]]:
+    """Return the steps of a node before the rail's verb, and those after it."""
     ranks = cluster.nodes[node]
-    combine = (
-        _transfer(rank, "source", receiver, ranks[rail], "outgoing", position)
-        for rail in range(cluster.rails)
-        for position, receiver in enumerate(cluster.order(rail))
-        for rank in ranks
-    )
-    spread = (
-        _transfer(ranks[rail], "incoming", position, receiver, "target", 0)
-        for rail in range(cluster.rails)
-        for position, receiver in enumerate(cluster.members(node, rail))
-    )
-    return (_step(combine, reduce=True),), (_step(spread),)
+    deliver = partial(_deliver, verb, cluster, node)
+    match verb:
+        case "all_reduce" | "reduce_scatter":
+            return (NodeStep(deliver("source", ["outgoing"]), reduce=True),), (
+                NodeStep(deliver("incoming", ["target"])),
+            )
+        case "all_gather":
+            steps = NodeStep(deliver("source", ["target"])), NodeStep(deliver("target", ["outgoing"], local=True))
+            return steps, (NodeStep(deliver("incoming", ["target"], without=ranks)),)
+        case "all_to_all":
+            return (NodeStep(deliver("source", ["target", "outgoing"])),), (NodeStep(deliver("incoming", ["target"])),)
+        case "barrier":
+            first, *others = ranks
+            arrive = [Transfer(Part(rank, "source", EMPTY), Part(first, "outgoing", EMPTY)) for rank in others]
+            depart = [Transfer(Part(first, "incoming", EMPTY), Part(rank, "target", EMPTY)) for rank in others]
+            return (NodeStep(tuple(arrive)),), (NodeStep(tuple(depart)),)
+        case _ if root not in ranks:
+            return (), (NodeStep(deliver("incoming", ["target"])),)
+        case _:  # the root's node scatters the shares, and later gathers what it has scattered
+            shares = [(each, ranks[each.source.span.start]) for each in deliver("target", ["target"])]
+            scatter = (each for each, owner in shares if root == each.source.rank != each.target.rank == owner)
+            gather = (each for each, owner in shares if owner == each.source.rank != each.target.rank != root)
+            leave = NodeStep(deliver("target", ["outgoing"], local=True))
+            return (NodeStep(tuple(scatter)), leave), (NodeStep(tuple(gather)),)
 
 
-def _all_gather(cluster: Cluster, node: int, root: int) -> Steps:
+def _deliver(
+    verb: str,
+    cluster: Cluster,
+    node: int,
+    source: Buffer,
+    targets: Sequence[Buffer],
+    *,
+    local: bool = False,
+    without: Sequence[int] = (),
+) -> tuple[Transfer, ...]:
+    """Return the transfers to all ranks' targets of the chunks in them that ranks of the node have in their sources.
+
+    local: only those of a rank to itself. without: not of these chunks.
+    """
     ranks = cluster.nodes[node]
-    gather = (_transfer(rank, "source", 0, receiver, "target", rank) for rank in ranks for receiver in ranks)
-    leave = (
-        _transfer(ranks[rail], "target", rank, ranks[rail], "outgoing", position)
-        for rail in range(cluster.rails)
-        for position, rank in enumerate(cluster.members(node, rail))
+    given: dict[int, list[Part]] = {}
+    for place, rank in enumerate(ranks):
+        for position, number in enumerate(_chunks(verb, cluster, node, place, source)):
+            given.setdefault(number, []).append(Part(rank, source, chunk(position)))
+    return tuple(
+        Transfer(part, Part(rank, target, chunk(position)))
+        for place, rank in enumerate(ranks)
+        for target in targets
+        for position, number in enumerate(_chunks(verb, cluster, node, place, target))
+        if number not in without
+        for part in given.get(number, ())
+        if not local or part.rank == rank
     )
-    spread = (
-        _transfer(ranks[rail], "incoming", position, receiver, "target", rank)
-        for rail in range(cluster.rails)
-        for position, rank in enumerate(cluster.order(rail))
-        if rank not in ranks
-        for receiver in ranks
-    )
-    return (_step(gather), _step(leave)), (_step(spread),)
-
-
-def _all_to_all(cluster: Cluster, node: int, root: int) -> Steps:
-    ranks, nodes = cluster.nodes[node], range(len(cluster.nodes))
-    send = [_transfer(rank, "source", other, other, "target", rank) for rank in ranks for other in ranks]
-    spread = []
-    for rail in range(cluster.rails):
-        outgoing = incoming = 0
-        for number in nodes:
-            if number == node:
-                continue
-            for rank in ranks:
-                for receiver in cluster.members(number, rail):
-                    send.append(_transfer(rank, "source", receiver, ranks[rail], "outgoing", outgoing))
-                    outgoing += 1
-            for sender in cluster.nodes[number]:
-                for receiver in cluster.members(node, rail):
-                    spread.append(_transfer(ranks[rail], "incoming", incoming, receiver, "target", sender))
-                    incoming += 1
-    return (_step(send),), (_step(spread),)
-
-
-def _barrier(cluster: Cluster, node: int, root: int) -> Steps:
-    first, *others = cluster.nodes[node]
-    arrive = (Transfer(Part(rank, "source", EMPTY), Part(first, "outgoing", EMPTY)) for rank in others)
-    leave = (Transfer(Part(first, "incoming", EMPTY), Part(rank, "target", EMPTY)) for rank in others)
-    return (_step(arrive),), (_step(leave),)
-
-
-_STEPS = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "broadcast": _broadcast,
-    "all_to_all": _all_to_all,
-    "barrier": _barrier,
-}

@@ -23,7 +23,7 @@ from commlib.execution.streaming import Hook
 from commlib.group.group import Group
 from commlib.node.device_board import DeviceBoard
 from commlib.node.device_collective import OpenSlots
-from commlib.schedule.hierarchy import Buffer, NodeStep, Part
+from commlib.schedule.hierarchy import Buffer, NodeStep
 from commlib.transport.base import WaitHook
 
 _LINE = 512  # bytes: piece sizes are multiples of this where possible, because memory is read in full lines
@@ -88,17 +88,9 @@ class DeviceSteps:
         plan = self._exchanges.get(key)
         if plan is None:
             hierarchy = self.group.hierarchy
-            places = {part: self._locate(piece, part) for each in step.transfers for part in (each.source, each.target)}
+            places = self.rails.places(step, piece)
             plan = self._exchanges[key] = plan_exchange(step, hierarchy.ranks, hierarchy.place, places)
         return plan
-
-    def _locate(self, piece: Piece, part: Part) -> tuple[int, int]:
-        """Return the first element of a part and its length; in the caller's arrays, from the start of the piece."""
-        rails, buffer = self.rails, part.buffer
-        whole = rails.steps.is_whole or buffer in ("outgoing", "incoming")
-        start, _ = rails.layout(part.rank, buffer, piece.counts if whole else self._counts).slice(part.span)
-        chunks = rails.steps.chunks(part.rank, buffer)[part.span.start : part.span.stop]
-        return start, sum(piece.counts[number] for number in chunks)
 
     def program(self, piece: Piece) -> RailProgram:
         """Return the program of the rail for pieces of this kind; one algorithm for all pieces."""

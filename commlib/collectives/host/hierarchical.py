@@ -107,7 +107,7 @@ class HostSteps:
         """Return the operations of a step on pieces of this kind. The first call of a group is collective."""
         ranks, moves = self.group.hierarchy.ranks, list[ArrayMove]()
         context = None if step.is_local else self.group.open()
-        for (source, target), pairs in group_transfers(step, ranks, partial(self._locate, piece)).items():
+        for (source, target), pairs in group_transfers(step, ranks, self._places(step, piece)).items():
             if context is None:
                 moves.append((copies_of(pairs, self._place), source, target))
                 continue
@@ -117,21 +117,19 @@ class HostSteps:
                 moves.append((collective, source, target))
         return moves
 
-    def _locate(self, piece: Piece, part: Part) -> Place:
-        """Return where a part is, from the start of the piece."""
-        item, name = self.items[part.buffer], self._names.get(part.buffer, part.buffer)
-        if self.is_whole:
-            share = self.steps.chunks(part.rank, part.buffer)[part.span.start]
-            start, stop = uneven(piece.counts).slice_of(share)
-        else:
-            start, stop = self._rails.layout(part.rank, part.buffer, piece.counts).slice(part.span)
-        return name, start * item, (stop - start) * item
+    def _places(self, step: NodeStep, piece: Piece) -> dict[Part, Place]:
+        """Return where the parts of a step are, from the start of the piece."""
+        places = {}
+        for part, (start, count) in self._rails.places(step, piece, in_place=True).items():
+            item = self.items[part.buffer]
+            places[part] = self._names.get(part.buffer, part.buffer), start * item, count * item
+        return places
 
     def _nbytes(self, name: str, piece: Piece) -> int | None:
         """Return the bytes of a piece in an array of the caller, which may be in symmetric memory; else None."""
         if name != "source" and name != "target":
             return None
-        return self._rails.layout(self.group.rank, name, piece.counts).count * self.items[name]
+        return self.steps.layout(self.group.rank, name, piece.counts).count * self.items[name]
 
 
 class HostMemory:
@@ -224,11 +222,12 @@ def _add_exchanges(
     small: PersistentAllReduce, group: Group, text: str, steps: Sequence[NodeStep], op: ReduceFunction | None
 ) -> None:
     ranks, at = group.hierarchy.ranks, address_of(small.buffer)
-    everything = "buffer", 0, small.buffer.nbytes
+    everything: Place = "buffer", 0, small.buffer.nbytes
     for step in steps:
         if step.is_local:
             continue
-        for pairs in group_transfers(step, ranks, lambda part: everything).values():
+        places = {part: everything for each in step.transfers for part in (each.source, each.target)}
+        for pairs in group_transfers(step, ranks, places).values():
             for exchange in make_exchanges(pairs, group.hierarchy.place, len(ranks), reduce=step.reduce, nbytes=None):
                 collective = NodeCollective.exchange(group.open(), text, exchange, op)
                 small.then(partial(collective.run_at, at, at))

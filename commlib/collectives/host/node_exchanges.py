@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -31,17 +32,18 @@ class LocalCopy:
             ctypes.memmove(target + place, source + start, nbytes)
 
 
-def group_transfers(
-    step: NodeStep, ranks: Sequence[int], locate: Callable[[Part], Place]
-) -> dict[tuple[str, str], Pairs]:
-    """Return the transfers of a step by the arrays that they read and write, without those that stay where they are."""
+def group_transfers(step: NodeStep, ranks: Sequence[int], places: Mapping[Part, Place]) -> dict[tuple[str, str], Pairs]:
+    """Return the transfers of a step by the arrays that they read and write, without those that change nothing.
+
+    ranks: of the node. places: of each part.
+    """
     groups: dict[tuple[str, str], Pairs] = {}
-    places = {rank: place for place, rank in enumerate(ranks)}
-    for transfer in step.transfers:
-        giver, taker = places[transfer.source.rank], places[transfer.target.rank]
-        (source, start, nbytes), (target, place, _) = locate(transfer.source), locate(transfer.target)
-        if step.reduce or giver != taker or (source, start) != (target, place):
-            groups.setdefault((source, target), {}).setdefault((giver, taker), []).append((start, place, nbytes))
+    numbers = {rank: number for number, rank in enumerate(ranks)}
+    for each in step.transfers:
+        giver, taker = numbers[each.source.rank], numbers[each.target.rank]
+        (source, start, nbytes), (target, into, _) = places[each.source], places[each.target]
+        if step.reduce or giver != taker or (source, start) != (target, into):
+            groups.setdefault((source, target), {}).setdefault((giver, taker), []).append((start, into, nbytes))
     return {arrays: {pair: join(runs) for pair, runs in pairs.items()} for arrays, pairs in groups.items()}
 
 
@@ -56,11 +58,12 @@ def make_exchanges(pairs: Pairs, place: int, size: int, *, reduce: bool, nbytes:
 
 def _exchange(runs: Mapping[tuple[int, int], Run], place: int, size: int, reduce: bool, nbytes: int | None) -> Exchange:
     given: dict[int, list[Range]] = {}  # what each rank sends, without duplicates
+    takers = Counter[int]()
     for (giver, _), (start, _, length) in runs.items():
+        takers[giver] += length > 0
         if length and (start, length) not in given.setdefault(giver, []):
             given[giver].append((start, length))
-    takers = max((sum(giver == other for giver, _ in runs) for other in given), default=0)
-    if takers > 1 and all(len(parts) == 1 for parts in given.values()):  # one part that all ranks read
+    if all(len(parts) == 1 for parts in given.values()) and max(takers.values()) > 1:  # one part that all ranks read
         sends = given.get(place, [NOTHING])
     else:
         sends = [_range(runs, place, taker, 0) for taker in range(size)]

@@ -10,8 +10,9 @@ from commlib.collectives.host import hierarchical
 from commlib.config.settings import Config
 from commlib.cost import model
 from commlib.cost.chooser import Chooser
-from commlib.cost.model import DEFAULT, ETHERNET
+from commlib.cost.model import DEFAULT, ETHERNET, Machine
 from commlib.errors import MismatchError, UsageError
+from commlib.schedule import LinkCost
 from tests.bodies import checks
 from tests.bodies.loopback import run
 from tests.oracles.oracle import assert_same, combined
@@ -94,6 +95,18 @@ def test_symmetric_arrays_match_numpy(nodes, monkeypatch):
                 assert_same(x, combined(xs, op))
 
     run(len(nodes), check, nodes=nodes)
+
+
+def test_rails_run_no_algorithm_that_needs_chunks_of_one_size():
+    """An all_to_all of small arrays among many nodes chose "bruck", for which the rails had no memory, and failed."""
+
+    def check(comm):
+        comm.runtime.chooser = Chooser(
+            Machine(LinkCost(1.0, 0.0), LinkCost(1.0, 0.0), 0.0)
+        )  # as few rounds as possible
+        checks.all_to_all(comm, "float32", (3,), "hierarchical")
+
+    run(8, check, nodes=[0, 0, 1, 1, 2, 2, 3, 3])
 
 
 def test_the_bits_are_the_same_everywhere():
