@@ -1,18 +1,16 @@
-"""Rails: a hierarchical call on this rank: its steps, its pieces, and the verb along the rail on the elements of each.
-
-A piece has the same part of every chunk of the data, so a slot or a buffer for the network may be small.
-"""
+"""Rails: the steps of a hierarchical call on this rank, its pieces, and the verb along the rail on their elements."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 from commlib.collectives.call import Call
+from commlib.collectives.executor import Piece
 from commlib.cost.chooser import Choice
 from commlib.cost.hierarchical import RAIL_BYTES
 from commlib.execution.reduce_function import ReduceFunction
@@ -20,55 +18,9 @@ from commlib.execution.streaming import Hook, Region, do_nothing
 from commlib.group.group import Group
 from commlib.schedule import find, program
 from commlib.schedule.expansion import rail_algorithms
-from commlib.schedule.hierarchy import Buffer, HierarchicalProgram, NodeStep, Part, hierarchical_program
+from commlib.schedule.hierarchy import Buffer, NodeStep, Run, hierarchical_program
 from commlib.schedule.ir import Program
 from commlib.schedule.layout import Layout, Slices, blocks, cut, even, uneven
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of a call. start: its first element in every chunk, or in all of the data if each rank has all of it.
-
-    counts: the elements of each chunk in the piece. kind: equal for pieces with equal counts.
-    """
-
-    number: int
-    start: int
-    counts: tuple[int, ...]
-    kind: int
-
-
-class Memory(Protocol):
-    """The memory with the data of one run of a call: what the steps of the call need."""
-
-    def exchange(self, step: NodeStep, piece: Piece) -> None:
-        """Run a step of the node."""
-        ...
-
-    def finish(self, piece: Piece) -> None:
-        """Finish what the rail has reduced of a piece, or leave that to the exchange of the result."""
-        ...
-
-    def stream(self, prepare: Hook, complete: Hook) -> None:
-        """Run the rail's verb on all pieces. `prepare(n)` precedes it for piece n, and `complete(n)` follows."""
-        ...
-
-
-def run(steps: HierarchicalProgram, pieces: Sequence[Piece], memory: Memory) -> None:
-    """Run the pieces of a call. While one crosses the network, the node's ranks prepare the next."""
-    memory.stream(partial(_prepare, steps, pieces, memory), partial(_complete, steps, pieces, memory))
-
-
-def _prepare(steps: HierarchicalProgram, pieces: Sequence[Piece], memory: Memory, number: int) -> None:
-    for step in steps.before:
-        memory.exchange(step, pieces[number])
-
-
-def _complete(steps: HierarchicalProgram, pieces: Sequence[Piece], memory: Memory, number: int) -> None:
-    if steps.rail is not None:
-        memory.finish(pieces[number])
-    for step in steps.after:
-        memory.exchange(step, pieces[number])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +57,31 @@ class Rails:
             pieces.append(Piece(number, start, counts, kinds.setdefault(counts, len(kinds))))
         return tuple(pieces)
 
-    def places(self, step: NodeStep, piece: Piece, *, in_place: bool = False) -> dict[Part, tuple[int, int]]:
-        """Return the first element and the length of each part; in the caller's arrays, from the start of the piece.
+    def runs(self, step: NodeStep, piece: Piece, *, in_place: bool = False) -> list[Run]:
+        """Return the elements of each transfer of a step; in the caller's arrays, from the start of the piece.
 
         in_place: if every rank has all of the data, the rail's buffers are its share of the caller's arrays.
         """
-        known: dict[tuple[int, Buffer], tuple[Sequence[int], Layout]] = {}
-        places = {}
-        for part in (part for each in step.transfers for part in (each.source, each.target)):
-            key = part.rank, part.buffer
-            if key not in known:
-                own = self.steps.layout(*key, piece.counts)
-                known[key] = self._starts(own, *key, piece, in_place=in_place), own
-            starts, own = known[key]
-            places[part] = starts[part.span.start], own.length(part.span)
-        return places
+        starts = cache(partial(self._starts, piece, in_place=in_place))
+        counts = cache(partial(self.steps.layout, counts=piece.counts))
+        return [
+            (
+                starts(source.rank, source.buffer)[source.span.start],
+                starts(target.rank, target.buffer)[target.span.start],
+                counts(target.rank, target.buffer).length(target.span),
+            )
+            for source, target in ((each.source, each.target) for each in step.transfers)
+        ]
 
-    def _starts(self, own: Layout, rank: int, buffer: Buffer, piece: Piece, *, in_place: bool) -> Sequence[int]:
-        """Return the first element of each chunk in a buffer, whose layout in this piece is `own`."""
-        of_rail = buffer in ("outgoing", "incoming")
-        if self.steps.is_whole and of_rail and in_place:
+    def _starts(self, piece: Piece, rank: int, buffer: Buffer, *, in_place: bool) -> Sequence[int]:
+        """Return the first element of each chunk in a buffer."""
+        if buffer in ("source", "target"):
+            counts = piece.counts if self.steps.is_whole else self.counts
+            return self.steps.layout(rank, buffer, counts).offsets
+        if self.steps.is_whole and in_place:
             shares = uneven(piece.counts).offsets
             return [shares[number] for number in self.steps.chunks(rank, buffer)]
-        return own.offsets if self.steps.is_whole or of_rail else self.steps.layout(rank, buffer, self.counts).offsets
+        return self.steps.layout(rank, buffer, piece.counts).offsets
 
     def layouts(self, counts: Sequence[int]) -> tuple[Layout, ...]:
         """Return the layouts of the regions of the rail's verb: a chunk for each node, or one for all of them."""

@@ -14,18 +14,19 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 from commlib.errors import UsageError
 from commlib.schedule.ir import EMPTY, Span
-from commlib.schedule.layout import Layout, uneven
+from commlib.schedule.layout import Layout, even, uneven
 from commlib.schedule.spans import chunk
 
 Buffer = Literal["source", "target", "outgoing", "incoming"]
+BUFFERS: tuple[Buffer, ...] = get_args(Buffer)
 
 HIERARCHICAL = {
     "all_reduce": "Reduce-scatter in the node, all-reduce in each rail, all-gather in the node.",
@@ -36,6 +37,9 @@ HIERARCHICAL = {
     "barrier": "Synchronize the ranks of each node, then the nodes, then the ranks of each node again.",
 }
 """The verbs with a hierarchical program, and their steps. In the others the port of the root is the bottleneck."""
+
+Contents = Mapping[tuple[int, Buffer], tuple[int, ...]]
+"""The numbers of the chunks in each buffer of a node's ranks."""
 
 Run = tuple[int, int, int]
 """A contiguous piece of a transfer: its start in the source, its start in the target, and its length."""
@@ -72,6 +76,9 @@ class NodeStep:
     def is_local(self) -> bool:
         """Whether every rank only copies."""
         return all(transfer.source.rank == transfer.target.rank for transfer in self.transfers)
+
+
+Steps = tuple[NodeStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +131,19 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalProgram:
-    """All steps of one rank in a hierarchical collective. rail: None if the rank is on no rail."""
+    """All steps of one rank in a hierarchical collective.
+
+    rail: None if the rank is on no rail. contents: `chunks` of the node's ranks.
+    """
 
     verb: str
     cluster: Cluster
     rank: int
     root: int
-    before: tuple[NodeStep, ...]
+    before: Steps
     rail: RailStep | None
-    after: tuple[NodeStep, ...]
+    after: Steps
+    contents: Contents
 
     @property
     def is_whole(self) -> bool:
@@ -141,13 +152,18 @@ class HierarchicalProgram:
 
     def layout(self, rank: int, buffer: Buffer, counts: Sequence[int]) -> Layout:
         """Return the layout of a buffer of a rank. counts: the elements of each chunk, in an all_to_all by receiver."""
-        return uneven(counts[number % len(counts)] for number in self.chunks(rank, buffer))
+        chunks = self.chunks(rank, buffer)
+        if len(set(counts)) == 1:
+            return even(len(chunks) * counts[0], len(chunks)) if chunks else uneven(())
+        return uneven(counts[number % len(counts)] for number in chunks)
 
     def chunks(self, rank: int, buffer: Buffer) -> tuple[int, ...]:
         """Return the numbers of the data's chunks in a buffer of a rank, in order.
 
         In an all_to_all of P ranks the chunk for rank r is s P + r, from rank s.
         """
+        if (rank, buffer) in self.contents:
+            return self.contents[rank, buffer]
         node = self.cluster.node(rank)
         return _chunks(self.verb, self.cluster, node, self.cluster.nodes[node].index(rank), buffer)
 
@@ -186,10 +202,15 @@ def hierarchical_program(
         if not 0 <= number < cluster.size:
             raise UsageError(f"hierarchical {verb}: {what} must be in 0..{cluster.size - 1}, got {number}")
     node = cluster.node(rank)
-    before, after = _node_steps(verb, cluster, node, root)
+    contents = {
+        (each, buffer): _chunks(verb, cluster, node, number, buffer)
+        for number, each in enumerate(nodes[node])
+        for buffer in BUFFERS
+    }
+    before, after = _node_steps(verb, nodes[node], contents, root)
     place = nodes[node].index(rank)
     rail = _rail_step(verb, cluster, node, place, root) if place < rails else None
-    return HierarchicalProgram(verb, cluster, rank, root, before, rail, after)
+    return HierarchicalProgram(verb, cluster, rank, root, before, rail, after, contents)
 
 
 def join(runs: Iterable[Run]) -> list[Run]:
@@ -251,10 +272,9 @@ def _rail_step(verb: str, cluster: Cluster, node: int, place: int, root: int) ->
             return RailStep(verb, cluster.node(root) if verb == "broadcast" else 0, ((1,),))
 
 
-def _node_steps(verb: str, cluster: Cluster, node: int, root: int) -> tuple[tuple[NodeStep, ...], tuple[NodeStep, ...]]:
+def _node_steps(verb: str, ranks: Sequence[int], contents: Contents, root: int) -> tuple[Steps, Steps]:
     """Return the steps of a node before the rail's verb, and those after it."""
-    ranks = cluster.nodes[node]
-    deliver = partial(_deliver, verb, cluster, node)
+    deliver = partial(_deliver, ranks, contents)
     match verb:
         case "all_reduce" | "reduce_scatter":
             return (NodeStep(deliver("source", ["outgoing"]), reduce=True),), (
@@ -281,9 +301,8 @@ def _node_steps(verb: str, cluster: Cluster, node: int, root: int) -> tuple[tupl
 
 
 def _deliver(
-    verb: str,
-    cluster: Cluster,
-    node: int,
+    ranks: Sequence[int],
+    contents: Contents,
     source: Buffer,
     targets: Sequence[Buffer],
     *,
@@ -294,16 +313,15 @@ def _deliver(
 
     local: only those of a rank to itself. without: not of these chunks.
     """
-    ranks = cluster.nodes[node]
     given: dict[int, list[Part]] = {}
-    for place, rank in enumerate(ranks):
-        for position, number in enumerate(_chunks(verb, cluster, node, place, source)):
+    for rank in ranks:
+        for position, number in enumerate(contents[rank, source]):
             given.setdefault(number, []).append(Part(rank, source, chunk(position)))
     return tuple(
         Transfer(part, Part(rank, target, chunk(position)))
-        for place, rank in enumerate(ranks)
+        for rank in ranks
         for target in targets
-        for position, number in enumerate(_chunks(verb, cluster, node, place, target))
+        for position, number in enumerate(contents[rank, target])
         if number not in without
         for part in given.get(number, ())
         if not local or part.rank == rank

@@ -13,7 +13,8 @@ from commlib.collectives.call import Call
 from commlib.collectives.device.accumulation import WideAccumulation
 from commlib.collectives.device.network_memory import network_memory_of
 from commlib.collectives.device.slot_exchange import SlotExchange, plan_exchange
-from commlib.collectives.rails import Piece, RailProgram, Rails, run
+from commlib.collectives.executor import Piece, run
+from commlib.collectives.rails import RailProgram, Rails
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import address
 from commlib.devices.protocol import DeviceEvent
@@ -87,9 +88,8 @@ class DeviceSteps:
         key = id(step), piece.kind
         plan = self._exchanges.get(key)
         if plan is None:
-            hierarchy = self.group.hierarchy
-            places = self.rails.places(step, piece)
-            plan = self._exchanges[key] = plan_exchange(step, hierarchy.ranks, hierarchy.place, places)
+            hierarchy, runs = self.group.hierarchy, self.rails.runs(step, piece)
+            plan = self._exchanges[key] = plan_exchange(step, runs, hierarchy.ranks, hierarchy.place)
         return plan
 
     def program(self, piece: Piece) -> RailProgram:
@@ -101,7 +101,7 @@ class DeviceSteps:
 
 
 class DeviceMemory:
-    """The `rails.Memory` of one run on device arrays."""
+    """The `executor.Memory` of one run on device arrays."""
 
     def __init__(self, steps: DeviceSteps, pieces: tuple[Piece, ...], x: DeviceArray, target: DeviceArray) -> None:
         self._steps, self._pieces, self._board, self._device = steps, pieces, steps.board, steps.board.device

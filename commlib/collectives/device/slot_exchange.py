@@ -6,10 +6,10 @@ All numbers are elements.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commlib.schedule.hierarchy import Buffer, NodeStep, Part, Run, Transfer, join
+from commlib.schedule.hierarchy import Buffer, NodeStep, Run, Transfer, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,15 @@ class SlotExchange:
     is_local: bool
 
 
-def plan_exchange(
-    step: NodeStep, ranks: Sequence[int], place: int, places: Mapping[Part, tuple[int, int]]
-) -> SlotExchange:
-    """Return the part of the rank with this place. ranks: of the node. places: start and count of each part."""
+def plan_exchange(step: NodeStep, runs: Sequence[Run], ranks: Sequence[int], place: int) -> SlotExchange:
+    """Return the part of the rank with this place. runs: of each transfer. ranks: of the node."""
     numbers = {rank: number for number, rank in enumerate(ranks)}
     offsets: dict[tuple[int, Buffer, int], int] = {}  # by giver's place, source and start: an element is published once
     ends = [0] * len(ranks)
     copies, published = defaultdict[tuple[Buffer, Buffer], list[Run]](list), defaultdict[Buffer, list[Run]](list)
     taken = defaultdict[tuple[int, Buffer], list[Run]](list)
-    for each in sorted(step.transfers, key=lambda each: (numbers[each.target.rank], each.target.span.start)):
+    for each, (start, into, count) in zip(step.transfers, runs, strict=True):
         giver, taker = numbers[each.source.rank], numbers[each.target.rank]
-        (start, count), (into, _) = places[each.source], places[each.target]
         if _is_copy(step, each):
             if giver == place:
                 copies[each.source.buffer, each.target.buffer].append((start, into, count))

@@ -14,28 +14,28 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.collectives.call import Call
+from commlib.collectives.executor import Piece, run
 from commlib.collectives.host.message_call import MessageCall
-from commlib.collectives.host.node_exchanges import LocalCopy, Place, copies_of, group_transfers, make_exchanges
-from commlib.collectives.host.schedule_path import choose, make_persistent_move
+from commlib.collectives.host.node_exchanges import LocalCopy, copies_of, group_transfers, make_exchanges
+from commlib.collectives.host.schedule_path import make_persistent_move
+from commlib.collectives.host.small_all_reduce import small_all_reduce
 from commlib.collectives.paths import Move, Verb
-from commlib.collectives.rails import Piece, Rails, run
+from commlib.collectives.rails import Rails
 from commlib.dtypes import WORKING, Array
 from commlib.execution.accumulation import Accumulation, is_in_halves, is_widened, wide_dtype
-from commlib.execution.persistent_programs import PERSISTENT_BYTES, PersistentAllReduce
+from commlib.execution.persistent_programs import PERSISTENT_BYTES
 from commlib.execution.reduce_function import ReduceFunction
 from commlib.execution.streaming import Hook
 from commlib.group.group import Group
 from commlib.node.collective import NodeCollective
-from commlib.node.signature import signature
 from commlib.runtime.compiled_call import CompiledCall
-from commlib.schedule import program
-from commlib.schedule.hierarchy import NodeStep, Part, hierarchical_program
+from commlib.schedule.hierarchy import Buffer, NodeStep, Run, Transfer
 from commlib.schedule.layout import even, uneven
 
 # Bytes of a part on each rail, enough for several blocks of the executor.
 PART_BYTES = 1 << 20
 
-ArrayMove = tuple[NodeCollective | LocalCopy, str, str]
+ArrayMove = tuple[NodeCollective | LocalCopy, Buffer, Buffer]
 """An exchange or copies, and the names of the arrays that it reads and writes."""
 
 
@@ -56,7 +56,7 @@ class Hierarchical:
 
 def _make_move(group: Group, call: Call, counts: tuple[int, ...]) -> Move:
     if call.verb == "all_reduce" and call.nbytes <= PERSISTENT_BYTES and not is_in_halves(call.dtype, call.op):
-        return make_persistent_move(group, call.text, partial(_small_all_reduce, group, call))
+        return make_persistent_move(group, call.text, partial(small_all_reduce, group, call))
     return HostSteps(group, call, counts).run
 
 
@@ -69,7 +69,8 @@ class HostSteps:
 
     def __init__(self, group: Group, call: Call, counts: tuple[int, ...]) -> None:
         self.group, self.call = group, call
-        wide = WORKING[wide_dtype(call.dtype, call.op)].itemsize if call.op else call.dtype.itemsize
+        item = int(call.dtype.itemsize)
+        wide = int(WORKING[wide_dtype(call.dtype, call.op)].itemsize) if call.op else item
         rails, longest = Rails(group, call, counts, wide), max(counts, default=0)
         self.steps, self._rails, self._place = rails.steps, rails, group.hierarchy.place
         self.is_whole, self.on_rail = rails.steps.is_whole, rails.steps.rail is not None
@@ -79,9 +80,9 @@ class HostSteps:
         self.own = [self._own(piece) for piece in self._pieces]
         shares = even(longest, rails.number).counts if self.is_whole else counts
         self.rail = rails.compile(shares, self._pieces, [own.start for own in self.own])
-        self.items = {"source": wide, "outgoing": wide, "target": call.dtype.itemsize, "incoming": call.dtype.itemsize}
-        self.work = "source" if call.op and is_widened(call.dtype, call.op) else "target"
-        self._names = {"outgoing": self.work, "incoming": "target"} if self.is_whole else {}
+        self.items: dict[Buffer, int] = {"source": wide, "outgoing": wide, "target": item, "incoming": item}
+        self.work: Buffer = "source" if call.op and is_widened(call.dtype, call.op) else "target"
+        self._names: dict[Buffer, Buffer] = {"outgoing": self.work, "incoming": "target"} if self.is_whole else {}
         self.buffers = rails.steps.rail.buffers if rails.steps.rail is not None else ()
         self.moves: dict[tuple[int, int], list[ArrayMove]] = {}
         """The operations of each step on the pieces of each kind."""
@@ -107,7 +108,9 @@ class HostSteps:
         """Return the operations of a step on pieces of this kind. The first call of a group is collective."""
         ranks, moves = self.group.hierarchy.ranks, list[ArrayMove]()
         context = None if step.is_local else self.group.open()
-        for (source, target), pairs in group_transfers(step, ranks, self._places(step, piece)).items():
+        elements = self._rails.runs(step, piece, in_place=True)
+        runs = [self._bytes(each, run) for each, run in zip(step.transfers, elements, strict=True)]
+        for (source, target), pairs in group_transfers(step, runs, ranks, self._names).items():
             if context is None:
                 moves.append((copies_of(pairs, self._place), source, target))
                 continue
@@ -117,15 +120,11 @@ class HostSteps:
                 moves.append((collective, source, target))
         return moves
 
-    def _places(self, step: NodeStep, piece: Piece) -> dict[Part, Place]:
-        """Return where the parts of a step are, from the start of the piece."""
-        places = {}
-        for part, (start, count) in self._rails.places(step, piece, in_place=True).items():
-            item = self.items[part.buffer]
-            places[part] = self._names.get(part.buffer, part.buffer), start * item, count * item
-        return places
+    def _bytes(self, transfer: Transfer, run: Run) -> Run:
+        source, target = self.items[transfer.source.buffer], self.items[transfer.target.buffer]
+        return run[0] * source, run[1] * target, run[2] * target
 
-    def _nbytes(self, name: str, piece: Piece) -> int | None:
+    def _nbytes(self, name: Buffer, piece: Piece) -> int | None:
         """Return the bytes of a piece in an array of the caller, which may be in symmetric memory; else None."""
         if name != "source" and name != "target":
             return None
@@ -133,14 +132,14 @@ class HostSteps:
 
 
 class HostMemory:
-    """The `rails.Memory` of one run on host arrays."""
+    """The `executor.Memory` of one run on host arrays."""
 
     def __init__(self, call: HostSteps, x: Array, target: Array) -> None:
         self._call, self._accumulation, self._op, self._regions = call, None, None, list[Array]()
         if call.call.op:
             self._accumulation = accumulation = Accumulation(x, call.call.op, call.group.size)
             x, self._op = accumulation.x, accumulation.reduce_op
-        self._arrays: dict[str, Array] = {"source": x, "target": target}
+        self._arrays: dict[Buffer, Array] = {"source": x, "target": target}
         if call.is_whole:
             self._regions, self._result = [self._arrays[call.work]] * call.on_rail, target
         elif call.layouts:
@@ -199,35 +198,3 @@ def _at_last(each: int, hook: Hook, block: int) -> None:
     """Call `hook` with the piece that ends with a block."""
     if (block + 1) % each == 0:
         hook(block // each)
-
-
-def _small_all_reduce(group: Group, call: Call) -> PersistentAllReduce:
-    """Prepare a small all-reduce on one rail, whose steps work on one buffer of each rank."""
-    hierarchy, text = group.hierarchy, call.text
-    small = PersistentAllReduce(ReduceFunction.of(call.dtype, call.op, group.size), call.count)
-    steps = hierarchical_program("all_reduce", group.topology.nodes, 1, group.rank)
-    nbytes = small.buffer.nbytes
-    _add_exchanges(small, group, text, steps.before, small.combine)
-    if steps.rail is not None:
-        rail = hierarchy.rail
-        assert rail is not None
-        choice = choose(group, "all_reduce", "auto", rail.size, nbytes)
-        rounds = program("all_reduce", choice.algorithm, rail.rank, rail.size)
-        small.add_messages(rounds, rail, signature(text), group.on_wait(text))
-    _add_exchanges(small, group, text, steps.after, None)
-    return small
-
-
-def _add_exchanges(
-    small: PersistentAllReduce, group: Group, text: str, steps: Sequence[NodeStep], op: ReduceFunction | None
-) -> None:
-    ranks, at = group.hierarchy.ranks, address_of(small.buffer)
-    everything: Place = "buffer", 0, small.buffer.nbytes
-    for step in steps:
-        if step.is_local:
-            continue
-        places = {part: everything for each in step.transfers for part in (each.source, each.target)}
-        for pairs in group_transfers(step, ranks, places).values():
-            for exchange in make_exchanges(pairs, group.hierarchy.place, len(ranks), reduce=step.reduce, nbytes=None):
-                collective = NodeCollective.exchange(group.open(), text, exchange, op)
-                small.then(partial(collective.run_at, at, at))

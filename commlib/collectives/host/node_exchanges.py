@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from commlib.node.collective import NOTHING, Exchange, Range
-from commlib.schedule.hierarchy import NodeStep, Part, Run, join
+from commlib.schedule.hierarchy import Buffer, NodeStep, Run, join
 
 Pairs = dict[tuple[int, int], list[Run]]
 """What ranks of a node, by place, give each other: (giver, taker) and the runs, in bytes."""
-
-Place = tuple[str, int, int]
-"""Where a part is on its rank: the name of the array, its first byte there, and its length in bytes."""
 
 _EMPTY: Run = (0, 0, 0)
 
@@ -32,18 +29,21 @@ class LocalCopy:
             ctypes.memmove(target + place, source + start, nbytes)
 
 
-def group_transfers(step: NodeStep, ranks: Sequence[int], places: Mapping[Part, Place]) -> dict[tuple[str, str], Pairs]:
+def group_transfers(
+    step: NodeStep, runs: Sequence[Run], ranks: Sequence[int], names: Mapping[Buffer, Buffer]
+) -> dict[tuple[Buffer, Buffer], Pairs]:
     """Return the transfers of a step by the arrays that they read and write, without those that change nothing.
 
-    ranks: of the node. places: of each part.
+    runs: of each transfer, in bytes. ranks: of the node. names: the array of a buffer that has no array of its own.
     """
-    groups: dict[tuple[str, str], Pairs] = {}
+    groups: dict[tuple[Buffer, Buffer], Pairs] = {}
     numbers = {rank: number for number, rank in enumerate(ranks)}
-    for each in step.transfers:
-        giver, taker = numbers[each.source.rank], numbers[each.target.rank]
-        (source, start, nbytes), (target, into, _) = places[each.source], places[each.target]
-        if step.reduce or giver != taker or (source, start) != (target, into):
-            groups.setdefault((source, target), {}).setdefault((giver, taker), []).append((start, into, nbytes))
+    for each, run in zip(step.transfers, runs, strict=True):
+        pair = numbers[each.source.rank], numbers[each.target.rank]
+        source, target = each.source.buffer, each.target.buffer
+        arrays = names.get(source, source), names.get(target, target)
+        if step.reduce or pair[0] != pair[1] or arrays[0] != arrays[1] or run[0] != run[1]:
+            groups.setdefault(arrays, {}).setdefault(pair, []).append(run)
     return {arrays: {pair: join(runs) for pair, runs in pairs.items()} for arrays, pairs in groups.items()}
 
 
