@@ -15,7 +15,7 @@ from commlib.schedule.hierarchy import HierarchicalProgram, NodeStep
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CallPiece:
     """A piece of a call. start: its first element in every chunk, or in all of the data if each rank has all of it.
 
     counts: the elements of each chunk in the piece. kind: equal for pieces with equal counts.
@@ -27,14 +27,14 @@ class Piece:
     kind: int
 
 
-class Memory(Protocol):
+class CallMemory(Protocol):
     """The memory with the data of one run of a call: what the steps of the call need."""
 
-    def exchange(self, step: NodeStep, piece: Piece) -> None:
+    def exchange(self, step: NodeStep, piece: CallPiece) -> None:
         """Run a step of the node."""
         ...
 
-    def finish(self, piece: Piece) -> None:
+    def finish(self, piece: CallPiece) -> None:
         """Finish what the rail has reduced of a piece, or leave that to the exchange of the result."""
         ...
 
@@ -43,17 +43,17 @@ class Memory(Protocol):
         ...
 
 
-def run(steps: HierarchicalProgram, pieces: Sequence[Piece], memory: Memory) -> None:
+def run(steps: HierarchicalProgram, pieces: Sequence[CallPiece], memory: CallMemory) -> None:
     """Run the pieces of a call. While one crosses the network, the node's ranks prepare the next."""
     memory.stream(partial(_prepare, steps, pieces, memory), partial(_complete, steps, pieces, memory))
 
 
-def _prepare(steps: HierarchicalProgram, pieces: Sequence[Piece], memory: Memory, number: int) -> None:
+def _prepare(steps: HierarchicalProgram, pieces: Sequence[CallPiece], memory: CallMemory, number: int) -> None:
     for step in steps.before:
         memory.exchange(step, pieces[number])
 
 
-def _complete(steps: HierarchicalProgram, pieces: Sequence[Piece], memory: Memory, number: int) -> None:
+def _complete(steps: HierarchicalProgram, pieces: Sequence[CallPiece], memory: CallMemory, number: int) -> None:
     if steps.rail is not None:
         memory.finish(pieces[number])
     for step in steps.after:

@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from commlib.collectives.call import Call
-from commlib.collectives.executor import Piece
+from commlib.collectives.executor import CallPiece
 from commlib.cost.chooser import Choice
 from commlib.cost.hierarchical import RAIL_BYTES
 from commlib.execution.reduce_function import ReduceFunction
@@ -45,19 +45,19 @@ class Rails:
         self.steps = hierarchical_program(call.verb, nodes, self.number, group.rank, root)
         self.node, self._item_bytes = group.hierarchy.number, item_bytes
 
-    def pieces(self, cuts: Sequence[int]) -> tuple[Piece, ...]:
+    def pieces(self, cuts: Sequence[int]) -> tuple[CallPiece, ...]:
         """Return the pieces between these elements, from 0 to the number of elements of the longest chunk."""
         kinds: dict[tuple[int, ...], int] = {}
-        pieces = list[Piece]()
+        pieces = list[CallPiece]()
         for number, (start, stop) in enumerate(pairwise(cuts)):
             if self.steps.is_whole:
                 counts = even(stop - start, self.number).counts
             else:
                 counts = tuple(max(min(count, stop) - start, 0) for count in self.counts)
-            pieces.append(Piece(number, start, counts, kinds.setdefault(counts, len(kinds))))
+            pieces.append(CallPiece(number, start, counts, kinds.setdefault(counts, len(kinds))))
         return tuple(pieces)
 
-    def runs(self, step: NodeStep, piece: Piece, *, in_place: bool = False) -> list[Run]:
+    def runs(self, step: NodeStep, piece: CallPiece, *, in_place: bool = False) -> list[Run]:
         """Return the elements of each transfer of a step; in the caller's arrays, from the start of the piece.
 
         in_place: if every rank has all of the data, the rail's buffers are its share of the caller's arrays.
@@ -73,7 +73,7 @@ class Rails:
             for source, target in ((each.source, each.target) for each in step.transfers)
         ]
 
-    def _starts(self, piece: Piece, rank: int, buffer: Buffer, *, in_place: bool) -> Sequence[int]:
+    def _starts(self, piece: CallPiece, rank: int, buffer: Buffer, *, in_place: bool) -> Sequence[int]:
         """Return the first element of each chunk in a buffer."""
         if buffer in ("source", "target"):
             counts = piece.counts if self.steps.is_whole else self.counts
@@ -93,7 +93,7 @@ class Rails:
             for buffer, chunks in zip(rail.buffers, rail.regions, strict=True)
         )
 
-    def compile(self, counts: Sequence[int], pieces: Sequence[Piece], begins: Sequence[int]) -> RailProgram:
+    def compile(self, counts: Sequence[int], pieces: Sequence[CallPiece], begins: Sequence[int]) -> RailProgram:
         """Return the program of the rail for these pieces.
 
         counts: of the data by which to choose the algorithm. begins: the first element of each piece in its region.
@@ -105,13 +105,13 @@ class Rails:
         if rail is None:
             each = 1 if pipelined else each
             return RailProgram(program("barrier", "dissemination", 0, 1), [()] * (each * len(pieces)), each)
-        nodes, segments = steps.cluster.nodes, each if pipelined else 1
+        nodes, segments = steps.rail_map.nodes, each if pipelined else 1
         run = program(verb, choice.algorithm, self.node, len(nodes), root=rail.root, segments=segments)
         each = 1 if pipelined or not (steps.is_whole or run.sends_single_chunks) else each
         cuts = [self._cut(run, piece, begin, each) for piece, begin in zip(pieces, begins, strict=True)]
         return RailProgram(run, [block for piece in cuts for block in piece], each)
 
-    def _cut(self, run: Program, piece: Piece, begin: int, each: int) -> Iterable[Sequence[Layout | Slices]]:
+    def _cut(self, run: Program, piece: CallPiece, begin: int, each: int) -> Iterable[Sequence[Layout | Slices]]:
         """Return the layouts of the regions for each block of a piece."""
         layouts = self.layouts(piece.counts)
         if not self.steps.is_whole:
@@ -129,7 +129,7 @@ class Rails:
         else:
             count = 0 if rail is None else sum(layout.count for layout in self.layouts(counts))
         nbytes, among = count * self._item_bytes, rail_algorithms(steps.verb)
-        chooser, size = self.group.runtime.chooser, len(steps.cluster.nodes)
+        chooser, size = self.group.runtime.chooser, len(steps.rail_map.nodes)
         return chooser.choose(steps.verb, size, nbytes, kind="network", sharing=self.number, among=among)
 
     def execute(

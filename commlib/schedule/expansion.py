@@ -38,10 +38,10 @@ class _Expansion:
     """split: the program's chunks for each chunk of the hierarchy. data, buffers: the regions."""
 
     def __init__(self, steps: HierarchicalProgram, algorithm: str) -> None:
-        self.steps, self.cluster, nodes = steps, steps.cluster, steps.cluster.nodes
-        self.rail = program(steps.verb, algorithm, self.cluster.node(steps.rank), len(nodes), root=self._root())
+        self.steps, self.rail_map, nodes = steps, steps.rail_map, steps.rail_map.nodes
+        self.rail = program(steps.verb, algorithm, self.rail_map.node(steps.rank), len(nodes), root=self._root())
         self.split = self.rail.regions[0] if steps.is_whole else 1
-        chunks = self.cluster.rails * self.split if steps.is_whole else self.cluster.size
+        chunks = self.rail_map.rails * self.split if steps.is_whole else self.rail_map.size
         self.data = {"barrier": (), "all_to_all": (chunks, chunks)}.get(steps.verb, (chunks,))
         # The regions are the same on all ranks, and the first rank of some node has the most chunks.
         firsts = [ranks[0] for ranks in nodes]
@@ -51,7 +51,7 @@ class _Expansion:
         self.buffers = both.get(steps.verb, (max(outgoing, incoming),))
 
     def _root(self) -> int:
-        return self.cluster.node(self.steps.root) if self.steps.verb == "broadcast" else 0
+        return self.rail_map.node(self.steps.root) if self.steps.verb == "broadcast" else 0
 
     def program(self) -> Program:
         steps, rail = self.steps, self.rail
@@ -59,7 +59,7 @@ class _Expansion:
         if steps.rail is not None:
             rounds += self._rail_rounds()
         rounds += [self._node_round(step) for step in steps.after]
-        name, size = f"hierarchical ({rail.algorithm} between nodes)", self.cluster.size
+        name, size = f"hierarchical ({rail.algorithm} between nodes)", self.rail_map.size
         used = tuple(round for round in rounds if round != Round())
         return Program(steps.verb, name, steps.rank, size, steps.root, self.data + self.buffers, used)
 
@@ -76,9 +76,9 @@ class _Expansion:
             case "all_to_all", "incoming":
                 first = data + self.buffers[0]
             case ("all_gather", "outgoing") | ("reduce_scatter", "incoming"):  # one node's part of the rail's data
-                node = self.cluster.node(part.rank)
-                place = self.cluster.nodes[node].index(part.rank)
-                first = data + sum(len(self.cluster.members(number, place)) for number in range(node))
+                node = self.rail_map.node(part.rank)
+                place = self.rail_map.nodes[node].index(part.rank)
+                first = data + sum(len(self.rail_map.members(number, place)) for number in range(node))
             case _:
                 first = data
         return first + part.span.start * self.split
@@ -103,8 +103,8 @@ class _Expansion:
 
     def _rail_rounds(self) -> Iterator[Round]:
         """Yield the rounds of the rail, with the numbers of this program's ranks and chunks."""
-        node = self.cluster.nodes[self.rail.rank]
-        peers = [ranks[node.index(self.steps.rank)] for ranks in self.cluster.nodes]
+        node = self.rail_map.nodes[self.rail.rank]
+        peers = [ranks[node.index(self.steps.rank)] for ranks in self.rail_map.nodes]
         firsts = accumulate(self.buffers, initial=sum(self.data))
         assert self.steps.rail is not None
         regions = ((1,) * self.split,) if self.steps.is_whole else self.steps.rail.regions

@@ -101,7 +101,7 @@ class RailStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class RailMap:
     """The ranks of each node, and the number of rails in use. It is at most the size of the smallest node."""
 
     nodes: tuple[tuple[int, ...], ...]
@@ -137,7 +137,7 @@ class HierarchicalProgram:
     """
 
     verb: str
-    cluster: Cluster
+    rail_map: RailMap
     rank: int
     root: int
     before: Steps
@@ -164,28 +164,28 @@ class HierarchicalProgram:
         """
         if (rank, buffer) in self.contents:
             return self.contents[rank, buffer]
-        node = self.cluster.node(rank)
-        return _chunks(self.verb, self.cluster, node, self.cluster.nodes[node].index(rank), buffer)
+        node = self.rail_map.node(rank)
+        return _chunks(self.verb, self.rail_map, node, self.rail_map.nodes[node].index(rank), buffer)
 
     @property
     def slot_chunks(self) -> int:
         """The most chunks that any rank of any node passes to others in one step."""
-        cluster = self.cluster
+        rail_map = self.rail_map
         match self.verb:
             case "all_gather":
-                return len(cluster.order(0))
+                return len(rail_map.order(0))
             case "all_to_all":
-                return cluster.size * cluster.most_members
+                return rail_map.size * rail_map.most_members
             case _:
-                return cluster.rails if self.is_whole else cluster.size
+                return rail_map.rails if self.is_whole else rail_map.size
 
     @property
     def rail_chunks(self) -> int:
         """The most chunks that any rank of a rail sends or receives between the nodes."""
-        cluster = self.cluster
+        rail_map = self.rail_map
         if self.verb == "all_to_all":
-            return len(cluster.nodes) * max(map(len, cluster.nodes)) * cluster.most_members
-        return 1 if self.is_whole else len(cluster.order(0))
+            return len(rail_map.nodes) * max(map(len, rail_map.nodes)) * rail_map.most_members
+        return 1 if self.is_whole else len(rail_map.order(0))
 
 
 @lru_cache(maxsize=64)
@@ -195,22 +195,22 @@ def hierarchical_program(
     """Return the program of a rank. nodes: the ranks of each node. Cached. Raises UsageError for invalid arguments."""
     if verb not in HIERARCHICAL:
         raise UsageError(f"{verb} has no hierarchical form; expected one of {', '.join(HIERARCHICAL)}")
-    cluster, most = Cluster(nodes, rails), min(map(len, nodes))
+    rail_map, most = RailMap(nodes, rails), min(map(len, nodes))
     if not 1 <= rails <= most:
         raise UsageError(f"hierarchical {verb}: rails must be in 1..{most}, the size of the smallest node, got {rails}")
     for what, number in (("rank", rank), ("root", root)):
-        if not 0 <= number < cluster.size:
-            raise UsageError(f"hierarchical {verb}: {what} must be in 0..{cluster.size - 1}, got {number}")
-    node = cluster.node(rank)
+        if not 0 <= number < rail_map.size:
+            raise UsageError(f"hierarchical {verb}: {what} must be in 0..{rail_map.size - 1}, got {number}")
+    node = rail_map.node(rank)
     contents = {
-        (each, buffer): _chunks(verb, cluster, node, number, buffer)
+        (each, buffer): _chunks(verb, rail_map, node, number, buffer)
         for number, each in enumerate(nodes[node])
         for buffer in BUFFERS
     }
     before, after = _node_steps(verb, nodes[node], contents, root)
     place = nodes[node].index(rank)
-    rail = _rail_step(verb, cluster, node, place, root) if place < rails else None
-    return HierarchicalProgram(verb, cluster, rank, root, before, rail, after, contents)
+    rail = _rail_step(verb, rail_map, node, place, root) if place < rails else None
+    return HierarchicalProgram(verb, rail_map, rank, root, before, rail, after, contents)
 
 
 def join(runs: Iterable[Run]) -> list[Run]:
@@ -224,15 +224,15 @@ def join(runs: Iterable[Run]) -> list[Run]:
     return joined
 
 
-def _chunks(verb: str, cluster: Cluster, node: int, place: int, buffer: Buffer) -> tuple[int, ...]:
-    ranks, size, on_rail = cluster.nodes[node], cluster.size, place < cluster.rails
+def _chunks(verb: str, rail_map: RailMap, node: int, place: int, buffer: Buffer) -> tuple[int, ...]:
+    ranks, size, on_rail = rail_map.nodes[node], rail_map.size, place < rail_map.rails
     rank, everyone = ranks[place], tuple(range(size))
-    others = [number for number in range(len(cluster.nodes)) if number != node]
+    others = [number for number in range(len(rail_map.nodes)) if number != node]
     match verb, buffer:
         case "barrier", _:
             return ()
         case "all_reduce" | "broadcast", "source" | "target":
-            return tuple(range(cluster.rails))
+            return tuple(range(rail_map.rails))
         case ("reduce_scatter", "source") | ("all_gather", "target"):
             return everyone
         case ("reduce_scatter", "target") | ("all_gather", "source"):
@@ -246,30 +246,30 @@ def _chunks(verb: str, cluster: Cluster, node: int, place: int, buffer: Buffer) 
         case "all_reduce" | "broadcast", _:
             return (place,)
         case ("reduce_scatter", "outgoing") | ("all_gather", "incoming"):
-            return cluster.order(place)
+            return rail_map.order(place)
         case ("reduce_scatter", "incoming") | ("all_gather", "outgoing"):
-            return cluster.members(node, place)
+            return rail_map.members(node, place)
         case "all_to_all", "outgoing":
-            return tuple(s * size + r for other in others for s in ranks for r in cluster.members(other, place))
+            return tuple(s * size + r for other in others for s in ranks for r in rail_map.members(other, place))
         case _:
-            receivers = cluster.members(node, place)
-            return tuple(s * size + r for other in others for s in cluster.nodes[other] for r in receivers)
+            receivers = rail_map.members(node, place)
+            return tuple(s * size + r for other in others for s in rail_map.nodes[other] for r in receivers)
 
 
-def _rail_step(verb: str, cluster: Cluster, node: int, place: int, root: int) -> RailStep:
-    members = tuple(len(cluster.members(number, place)) for number in range(len(cluster.nodes)))
+def _rail_step(verb: str, rail_map: RailMap, node: int, place: int, root: int) -> RailStep:
+    members = tuple(len(rail_map.members(number, place)) for number in range(len(rail_map.nodes)))
     match verb:
         case "barrier":
             return RailStep(verb, 0, ())
         case "reduce_scatter" | "all_gather":
             return RailStep(verb, 0, (members,))
         case "all_to_all":
-            outgoing = [len(cluster.nodes[node]) * count for count in members]
-            incoming = [len(ranks) * members[node] for ranks in cluster.nodes]
+            outgoing = [len(rail_map.nodes[node]) * count for count in members]
+            incoming = [len(ranks) * members[node] for ranks in rail_map.nodes]
             outgoing[node] = incoming[node] = 0  # these chunks stay in the node
             return RailStep(verb, 0, (tuple(outgoing), tuple(incoming)))
         case _:
-            return RailStep(verb, cluster.node(root) if verb == "broadcast" else 0, ((1,),))
+            return RailStep(verb, rail_map.node(root) if verb == "broadcast" else 0, ((1,),))
 
 
 def _node_steps(verb: str, ranks: Sequence[int], contents: Contents, root: int) -> tuple[Steps, Steps]:

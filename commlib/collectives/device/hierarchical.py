@@ -13,7 +13,7 @@ from commlib.collectives.call import Call
 from commlib.collectives.device.accumulation import WideAccumulation
 from commlib.collectives.device.network_memory import network_memory_of
 from commlib.collectives.device.slot_exchange import SlotExchange, plan_exchange
-from commlib.collectives.executor import Piece, run
+from commlib.collectives.executor import CallPiece, run
 from commlib.collectives.rails import RailProgram, Rails
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import address
@@ -46,7 +46,7 @@ class DeviceSteps:
         self.rails = Rails(group, call, counts, self.dtype.itemsize)
         self.direct = group.transport.accepts(board.device.name)
         self.network = network_memory_of(board, direct=self.direct)
-        self._pieces: tuple[Piece, ...] = ()
+        self._pieces: tuple[CallPiece, ...] = ()
         self._exchanges: dict[tuple[int, int], SlotExchange] = {}
         self._programs: dict[int, RailProgram] = {}
 
@@ -62,7 +62,7 @@ class DeviceSteps:
         if not self._pieces and count:
             longest = self._longest()
             self._pieces = self.rails.pieces([*range(0, count, longest), count])
-        run(self.rails.steps, self._pieces, DeviceMemory(self, self._pieces, x, target))
+        run(self.rails.steps, self._pieces, DeviceCallMemory(self, self._pieces, x, target))
 
     def _longest(self) -> int:
         """Return the number of elements of each chunk in a piece, the same on all ranks.
@@ -70,7 +70,7 @@ class DeviceSteps:
         A slot must hold what a rank passes on, and about COMMLIB_STAGING_KIB cross the network at a time on each rail.
         Raises UsageError if not even one element fits.
         """
-        steps, item_bytes, room = self.rails.steps, self.dtype.itemsize, self.board.part_bytes(1)
+        steps, item_bytes, room = self.rails.steps, int(self.dtype.itemsize), self.board.part_bytes(1)
         parts = 1 if steps.is_whole else steps.slot_chunks
         crossing = 1 / self.rails.number if steps.is_whole else steps.rail_chunks
         if room < parts * item_bytes:
@@ -83,7 +83,7 @@ class DeviceSteps:
         count = min(room // (parts * item_bytes), max(wanted, line))
         return count - count % line if count >= line else count
 
-    def exchange(self, step: NodeStep, piece: Piece) -> SlotExchange:
+    def exchange(self, step: NodeStep, piece: CallPiece) -> SlotExchange:
         """Return the plan of a step on pieces of this kind."""
         key = id(step), piece.kind
         plan = self._exchanges.get(key)
@@ -92,7 +92,7 @@ class DeviceSteps:
             plan = self._exchanges[key] = plan_exchange(step, runs, hierarchy.ranks, hierarchy.place)
         return plan
 
-    def program(self, piece: Piece) -> RailProgram:
+    def program(self, piece: CallPiece) -> RailProgram:
         """Return the program of the rail for pieces of this kind; one algorithm for all pieces."""
         program = self._programs.get(piece.kind)
         if program is None:
@@ -100,16 +100,16 @@ class DeviceSteps:
         return program
 
 
-class DeviceMemory:
-    """The `executor.Memory` of one run on device arrays."""
+class DeviceCallMemory:
+    """The `executor.CallMemory` of one run on device arrays."""
 
-    def __init__(self, steps: DeviceSteps, pieces: tuple[Piece, ...], x: DeviceArray, target: DeviceArray) -> None:
+    def __init__(self, steps: DeviceSteps, pieces: tuple[CallPiece, ...], x: DeviceArray, target: DeviceArray) -> None:
         self._steps, self._pieces, self._board, self._device = steps, pieces, steps.board, steps.board.device
         self._arrays: dict[Buffer, DeviceArray] = {"source": x, "target": target}
         self._buffers: dict[int, dict[Buffer, Any]] = {}  # of the rail, by the number of the piece
         self._synchronized: DeviceEvent | None = None
 
-    def exchange(self, step: NodeStep, piece: Piece) -> None:
+    def exchange(self, step: NodeStep, piece: CallPiece) -> None:
         """Queue a step of the node."""
         plan, wide = self._steps.exchange(step, piece), self._steps.wide
         for source, start, target, place, count in plan.copies:
@@ -133,7 +133,7 @@ class DeviceMemory:
             wide.combine(parts, combined)
             self._put(combined, into)
 
-    def finish(self, piece: Piece) -> None:
+    def finish(self, piece: CallPiece) -> None:
         """Do nothing: a rank divides what it publishes."""
 
     def stream(self, prepare: Hook, complete: Hook) -> None:
@@ -141,7 +141,7 @@ class DeviceMemory:
 
         Returns after the last synchronization of the node's streams, so the host notices if a rank never reaches it.
         """
-        before: tuple[Piece, DeviceEvent] | None = None
+        before: tuple[CallPiece, DeviceEvent] | None = None
         for piece in self._pieces:
             self._buffers[piece.number] = self._allocate(piece)
             prepare(piece.number)
@@ -154,7 +154,7 @@ class DeviceMemory:
         if self._synchronized is not None:
             wait_for(self._synchronized, self._steps.group.watch(self._steps.text))
 
-    def _cross(self, piece: Piece, prepared: DeviceEvent, complete: Hook) -> None:
+    def _cross(self, piece: CallPiece, prepared: DeviceEvent, complete: Hook) -> None:
         """Finish a piece after its queued work is done. Then the work of the piece two before is done, too."""
         steps, rail = self._steps, self._steps.rails.steps.rail
         wait_for(prepared, steps.group.watch(steps.text))
@@ -165,7 +165,7 @@ class DeviceMemory:
         complete(piece.number)
         del self._buffers[piece.number]
 
-    def _allocate(self, piece: Piece) -> dict[Buffer, Any]:
+    def _allocate(self, piece: CallPiece) -> dict[Buffer, Any]:
         """Return the rail's buffers: for each region memory of the network, and this node's part of it."""
         steps, rail = self._steps, self._steps.rails.steps.rail
         if rail is None:
@@ -181,7 +181,7 @@ class DeviceMemory:
             buffers["incoming" if buffer == "outgoing" else "outgoing"] = block[own]
         return buffers
 
-    def _part(self, piece: Piece, buffer: Buffer, start: int, count: int) -> Any:
+    def _part(self, piece: CallPiece, buffer: Buffer, start: int, count: int) -> Any:
         array = self._arrays.get(buffer)
         if array is None:
             return self._buffers[piece.number][buffer][start : start + count]

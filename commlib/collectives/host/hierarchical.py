@@ -14,7 +14,7 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.collectives.call import Call
-from commlib.collectives.executor import Piece, run
+from commlib.collectives.executor import CallPiece, run
 from commlib.collectives.host.message_call import MessageCall
 from commlib.collectives.host.node_exchanges import LocalCopy, copies_of, group_transfers, make_exchanges
 from commlib.collectives.host.schedule_path import make_persistent_move
@@ -87,7 +87,7 @@ class HostSteps:
         self.moves: dict[tuple[int, int], list[ArrayMove]] = {}
         """The operations of each step on the pieces of each kind."""
 
-    def _own(self, piece: Piece) -> slice:
+    def _own(self, piece: CallPiece) -> slice:
         """Return the part of the rail's first region that is this rail's share, or this node's."""
         if not self.layouts or len(self.layouts) > 1:
             return slice(0, 0)
@@ -98,13 +98,13 @@ class HostSteps:
 
     def run(self, x: Array, target: Array) -> None:
         """Run the call, within an operation, on contiguous 1-D arrays."""
-        run(self.steps, self._pieces, HostMemory(self, x, target))
+        run(self.steps, self._pieces, HostCallMemory(self, x, target))
 
     def execute(self, regions: Sequence[Array], op: ReduceFunction | None, before: Hook, after: Hook) -> None:
         """Run the rail's verb."""
         self._rails.execute(self.rail, regions, op, before=before, after=after)
 
-    def compile(self, step: NodeStep, piece: Piece, op: ReduceFunction | None) -> list[ArrayMove]:
+    def compile(self, step: NodeStep, piece: CallPiece, op: ReduceFunction | None) -> list[ArrayMove]:
         """Return the operations of a step on pieces of this kind. The first call of a group is collective."""
         ranks, moves = self.group.hierarchy.ranks, list[ArrayMove]()
         context = None if step.is_local else self.group.open()
@@ -124,15 +124,15 @@ class HostSteps:
         source, target = self.items[transfer.source.buffer], self.items[transfer.target.buffer]
         return run[0] * source, run[1] * target, run[2] * target
 
-    def _nbytes(self, name: Buffer, piece: Piece) -> int | None:
+    def _nbytes(self, name: Buffer, piece: CallPiece) -> int | None:
         """Return the bytes of a piece in an array of the caller, which may be in symmetric memory; else None."""
         if name != "source" and name != "target":
             return None
         return self.steps.layout(self.group.rank, name, piece.counts).count * self.items[name]
 
 
-class HostMemory:
-    """The `executor.Memory` of one run on host arrays."""
+class HostCallMemory:
+    """The `executor.CallMemory` of one run on host arrays."""
 
     def __init__(self, call: HostSteps, x: Array, target: Array) -> None:
         self._call, self._accumulation, self._op, self._regions = call, None, None, list[Array]()
@@ -157,7 +157,7 @@ class HostMemory:
         elif call.buffers == ("incoming",):
             arrays["outgoing"] = arrays["incoming"][call.own[0]]
 
-    def exchange(self, step: NodeStep, piece: Piece) -> None:
+    def exchange(self, step: NodeStep, piece: CallPiece) -> None:
         """Run a step of the node."""
         call, addresses, start, key = self._call, self._addresses, piece.start, (id(step), piece.kind)
         moves, items = call.moves.get(key), call.items
@@ -168,7 +168,7 @@ class HostMemory:
                 addresses.get(source, 0) + start * items[source], addresses.get(target, 0) + start * items[target]
             )
 
-    def finish(self, piece: Piece) -> None:
+    def finish(self, piece: CallPiece) -> None:
         """Divide and round what the rail has reduced."""
         if self._accumulation is None:
             return

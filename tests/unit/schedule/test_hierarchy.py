@@ -61,26 +61,24 @@ def test_programs_are_right_on_any_cluster(data: st.DataObject, labels: list[int
     verify(programs(verb, cluster, rails, data.draw(st.sampled_from(rail_algorithms(verb))), root))
 
 
-def without(step: NodeStep, number: int) -> NodeStep:
-    return replace(step, transfers=step.transfers[:number] + step.transfers[number + 1 :])
+def without(each: HierarchicalProgram, number: int, index: int) -> HierarchicalProgram:
+    """Return a program without one transfer of a step, of those before the rail's verb and after it."""
+    every = [*each.before, *each.after]
+    transfers = every[number].transfers
+    every[number] = replace(every[number], transfers=transfers[:index] + transfers[index + 1 :])
+    return replace(each, before=tuple(every[: len(each.before)]), after=tuple(every[len(each.before) :]))
 
 
 @verbs
 def test_no_transfer_between_ranks_is_superfluous(verb: str) -> None:
     """Without one of them the contract is broken: the verification looks at every step."""
-    whole = steps(verb, of_labels("00011"), 2)
-    name = rail_algorithms(verb)[0]
-    for phase in ("before", "after"):
-        for node in ((0, 1, 2), (3, 4)):
-            for number, step in enumerate(getattr(whole[node[0]], phase)):
-                for index, transfer in enumerate(step.transfers):
-                    if transfer.source.rank == transfer.target.rank:
-                        continue
-                    broken = list(whole)
-                    for rank in node:
-                        changed = list(getattr(whole[rank], phase))
-                        changed[number] = without(step, index)
-                        broken[rank] = replace(whole[rank], **{phase: tuple(changed)})
+    whole, name = steps(verb, of_labels("00011"), 2), rail_algorithms(verb)[0]
+    for node in ((0, 1, 2), (3, 4)):
+        first = whole[node[0]]
+        for number, step in enumerate((*first.before, *first.after)):
+            for index, transfer in enumerate(step.transfers):
+                if transfer.source.rank != transfer.target.rank:
+                    broken = [without(each, number, index) if each.rank in node else each for each in whole]
                     with pytest.raises(ScheduleError):
                         verify([expand(each, name) for each in broken])
 
