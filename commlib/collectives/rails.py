@@ -18,9 +18,10 @@ from commlib.execution.streaming import Hook, Region, do_nothing
 from commlib.group.group import Group
 from commlib.schedule import find, program
 from commlib.schedule.expansion import rail_algorithms
-from commlib.schedule.hierarchy import Buffer, NodeStep, Run, hierarchical_program
+from commlib.schedule.hierarchy import NodeStep, Run, hierarchical_program
 from commlib.schedule.ir import Program
 from commlib.schedule.layout import Layout, Slices, blocks, cut, even, uneven
+from commlib.schedule.rail_map import Buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,7 @@ more often than it must, and all rails of a node share its network card. An all-
 the node, which gives rail c share c of the node's sum; all-reduce of the share in each rail; all-gather in the node.
 Source: the hierarchical all-reduce of Jia et al. 2018, "Highly scalable deep learning training system".
 
-The data is numbered in chunks: one for each rail if every rank has all of the data (all_reduce, broadcast), else one
-for each rank. A rank has four buffers of such chunks: `source` and `target` (of the caller; a broadcast has only
-`target`), `outgoing` (what the rail's verb reads) and `incoming` (what it writes). `HierarchicalProgram.chunks` lists
-them.
+`schedule.rail_map` has the chunks of the data and the buffers that hold them.
 """
 
 from __future__ import annotations
@@ -17,16 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
-from typing import Literal, get_args
 
 from commlib.errors import UsageError
 from commlib.schedule.ir import EMPTY, Span
 from commlib.schedule.layout import Layout, even, uneven
+from commlib.schedule.rail_map import BUFFERS, Buffer, RailMap
 from commlib.schedule.spans import chunk
-
-Buffer = Literal["source", "target", "outgoing", "incoming"]
-BUFFERS: tuple[Buffer, ...] = get_args(Buffer)
 
 HIERARCHICAL = {
     "all_reduce": "Reduce-scatter in the node, all-reduce in each rail, all-gather in the node.",
@@ -101,35 +94,6 @@ class RailStep:
 
 
 @dataclass(frozen=True, slots=True)
-class RailMap:
-    """The ranks of each node, and the number of rails in use. It is at most the size of the smallest node."""
-
-    nodes: tuple[tuple[int, ...], ...]
-    rails: int
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.nodes))
-
-    def members(self, node: int, rail: int) -> tuple[int, ...]:
-        """Return the ranks of a node whose data goes over a rail. The first of them is on the rail."""
-        return self.nodes[node][rail :: self.rails]
-
-    def order(self, rail: int) -> tuple[int, ...]:
-        """Return all ranks whose data goes over a rail, by node."""
-        return tuple(chain.from_iterable(self.members(node, rail) for node in range(len(self.nodes))))
-
-    @property
-    def most_members(self) -> int:
-        """The largest number of a node's ranks whose data one rail carries."""
-        return max(len(self.members(node, 0)) for node in range(len(self.nodes)))
-
-    def node(self, rank: int) -> int:
-        """Return the number of a rank's node."""
-        return next(number for number, ranks in enumerate(self.nodes) if rank in ranks)
-
-
-@dataclass(frozen=True, slots=True)
 class HierarchicalProgram:
     """All steps of one rank in a hierarchical collective.
 
@@ -158,14 +122,9 @@ class HierarchicalProgram:
         return uneven(counts[number % len(counts)] for number in chunks)
 
     def chunks(self, rank: int, buffer: Buffer) -> tuple[int, ...]:
-        """Return the numbers of the data's chunks in a buffer of a rank, in order.
-
-        In an all_to_all of P ranks the chunk for rank r is s P + r, from rank s.
-        """
-        if (rank, buffer) in self.contents:
-            return self.contents[rank, buffer]
-        node = self.rail_map.node(rank)
-        return _chunks(self.verb, self.rail_map, node, self.rail_map.nodes[node].index(rank), buffer)
+        """Return the numbers of the data's chunks in a buffer of a rank, in order: see `RailMap.chunks`."""
+        known = self.contents.get((rank, buffer))
+        return self.rail_map.chunks(self.verb, rank, buffer) if known is None else known
 
     @property
     def slot_chunks(self) -> int:
@@ -202,11 +161,7 @@ def hierarchical_program(
         if not 0 <= number < rail_map.size:
             raise UsageError(f"hierarchical {verb}: {what} must be in 0..{rail_map.size - 1}, got {number}")
     node = rail_map.node(rank)
-    contents = {
-        (each, buffer): _chunks(verb, rail_map, node, number, buffer)
-        for number, each in enumerate(nodes[node])
-        for buffer in BUFFERS
-    }
+    contents = {(each, buffer): rail_map.chunks(verb, each, buffer) for each in nodes[node] for buffer in BUFFERS}
     before, after = _node_steps(verb, nodes[node], contents, root)
     place = nodes[node].index(rank)
     rail = _rail_step(verb, rail_map, node, place, root) if place < rails else None
@@ -222,38 +177,6 @@ def join(runs: Iterable[Run]) -> list[Run]:
         else:
             joined.append((source, target, length))
     return joined
-
-
-def _chunks(verb: str, rail_map: RailMap, node: int, place: int, buffer: Buffer) -> tuple[int, ...]:
-    ranks, size, on_rail = rail_map.nodes[node], rail_map.size, place < rail_map.rails
-    rank, everyone = ranks[place], tuple(range(size))
-    others = [number for number in range(len(rail_map.nodes)) if number != node]
-    match verb, buffer:
-        case "barrier", _:
-            return ()
-        case "all_reduce" | "broadcast", "source" | "target":
-            return tuple(range(rail_map.rails))
-        case ("reduce_scatter", "source") | ("all_gather", "target"):
-            return everyone
-        case ("reduce_scatter", "target") | ("all_gather", "source"):
-            return (rank,)
-        case "all_to_all", "source":
-            return tuple(rank * size + receiver for receiver in everyone)
-        case "all_to_all", "target":
-            return tuple(sender * size + rank for sender in everyone)
-        case _ if not on_rail:
-            return ()
-        case "all_reduce" | "broadcast", _:
-            return (place,)
-        case ("reduce_scatter", "outgoing") | ("all_gather", "incoming"):
-            return rail_map.order(place)
-        case ("reduce_scatter", "incoming") | ("all_gather", "outgoing"):
-            return rail_map.members(node, place)
-        case "all_to_all", "outgoing":
-            return tuple(s * size + r for other in others for s in ranks for r in rail_map.members(other, place))
-        case _:
-            receivers = rail_map.members(node, place)
-            return tuple(s * size + r for other in others for s in rail_map.nodes[other] for r in receivers)
 
 
 def _rail_step(verb: str, rail_map: RailMap, node: int, place: int, root: int) -> RailStep:
@@ -277,9 +200,8 @@ def _node_steps(verb: str, ranks: Sequence[int], contents: Contents, root: int) 
     deliver = partial(_deliver, ranks, contents)
     match verb:
         case "all_reduce" | "reduce_scatter":
-            return (NodeStep(deliver("source", ["outgoing"]), reduce=True),), (
-                NodeStep(deliver("incoming", ["target"])),
-            )
+            combine = NodeStep(deliver("source", ["outgoing"]), reduce=True)
+            return (combine,), (NodeStep(deliver("incoming", ["target"])),)
         case "all_gather":
             steps = NodeStep(deliver("source", ["target"])), NodeStep(deliver("target", ["outgoing"], local=True))
             return steps, (NodeStep(deliver("incoming", ["target"], without=ranks)),)

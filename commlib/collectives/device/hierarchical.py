@@ -24,7 +24,8 @@ from commlib.execution.streaming import Hook
 from commlib.group.group import Group
 from commlib.node.device_board import DeviceBoard
 from commlib.node.device_collective import OpenSlots
-from commlib.schedule.hierarchy import Buffer, NodeStep
+from commlib.schedule.hierarchy import NodeStep
+from commlib.schedule.rail_map import Buffer
 from commlib.transport.base import WaitHook
 
 _LINE = 512  # bytes: piece sizes are multiples of this where possible, because memory is read in full lines

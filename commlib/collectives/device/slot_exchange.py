@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commlib.schedule.hierarchy import Buffer, NodeStep, Run, Transfer, join
+from commlib.schedule.hierarchy import NodeStep, Run, Transfer, join
+from commlib.schedule.rail_map import Buffer
 
 
 @dataclass(frozen=True, slots=True)

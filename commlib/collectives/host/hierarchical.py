@@ -29,8 +29,9 @@ from commlib.execution.streaming import Hook
 from commlib.group.group import Group
 from commlib.node.collective import NodeCollective
 from commlib.runtime.compiled_call import CompiledCall
-from commlib.schedule.hierarchy import Buffer, NodeStep, Run, Transfer
+from commlib.schedule.hierarchy import NodeStep, Run, Transfer
 from commlib.schedule.layout import even, uneven
+from commlib.schedule.rail_map import Buffer
 
 # Bytes of a part on each rail, enough for several blocks of the executor.
 PART_BYTES = 1 << 20

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from commlib.node.collective import NOTHING, Exchange, Range
-from commlib.schedule.hierarchy import Buffer, NodeStep, Run, join
+from commlib.schedule.hierarchy import NodeStep, Run, join
+from commlib.schedule.rail_map import Buffer
 
 Pairs = dict[tuple[int, int], list[Run]]
 """What ranks of a node, by place, give each other: (giver, taker) and the runs, in bytes."""

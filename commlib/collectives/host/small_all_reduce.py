@@ -15,7 +15,8 @@ from commlib.group.group import Group
 from commlib.node.collective import NodeCollective
 from commlib.node.signature import signature
 from commlib.schedule import program
-from commlib.schedule.hierarchy import BUFFERS, Buffer, NodeStep, hierarchical_program
+from commlib.schedule.hierarchy import NodeStep, hierarchical_program
+from commlib.schedule.rail_map import BUFFERS, Buffer
 
 
 def small_all_reduce(group: Group, call: Call) -> PersistentAllReduce:
