@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from benchmarks.compare import figures
 from benchmarks.page_text import bytes_text, inner, range_text, spread_text, table, time_text
 from ci.hosts import bits_per_second
+from commlib.bench.all_verbs import text
+from commlib.bench.all_verbs.cells import Cell, find_cells, merge
+from commlib.bench.all_verbs.goals import FORMS, GOALS, MEMORIES
 
 Record = Mapping[str, Any]
 
@@ -53,6 +57,47 @@ def verb(records: Sequence[Record]) -> str:
         bound = f"{statistics.median(bounds):.0%}" if bounds else ""
         rows.append([bytes_text(size), time_text(statistics.median(times)), *cells, bound])
     return table(["bytes", "commlib", *(f"{peer}, times" for peer in peers), "of the bound"], rows)
+
+
+def all_verbs(records: Sequence[Record]) -> str:
+    """Every verb in every form: commlib's and MPI's time of each cell, and the cells that miss their goal."""
+    cells = _cells_of_starts(records)
+    parts = [
+        "Each cell: commlib:MPI, microseconds; the fastest form of MPI's. Bytes as in "
+        "[`commlib bench`](../../docs/pages/bench.md#every-verb-against-mpi). "
+        f"{text.legend(cells, '**bold** misses the goal')}.",
+        f"Goals, commlib's time / MPI's: {'; '.join(map(text.goal_text, GOALS))}. **{text.verdict(cells)}.**",
+    ]
+    for form, memory in product(FORMS, MEMORIES):
+        if chosen := [cell for cell in cells if (cell.form, cell.memory) == (form, memory)]:
+            titles, *rows = text.grid(chosen, around="**")
+            parts += [f"### {form}, {memory} arrays", table(titles, rows)]
+    return "\n\n".join(parts)
+
+
+def all_verbs_summary(records: Sequence[Record], page: str) -> str:
+    """Return how many cells reach their goal, for each number of ranks, MPI library, form and memory."""
+    kinds: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in _cells_of_starts(records):
+        kinds.setdefault((cell.mpi, str(cell.ranks), cell.form, cell.memory), []).append(cell)
+    rows = []
+    for kind, cells in kinds.items():
+        shares = {cell.name: share / cell.goal for cell in cells if (share := cell.share) is not None}
+        worst = max(shares, key=lambda name: shares[name], default="")
+        good = sum(cell.status == "good" for cell in cells)
+        farthest = f"{worst.partition(', ')[0]}: {shares[worst]:.1f} times its goal" if worst else ""
+        rows.append([*kind, f"{good} of {len(cells)}", farthest])
+    columns = ["MPI", "ranks", "form", "arrays", "cells that reach their goal", "farthest from it"]
+    return f"[Every verb against MPI]({page}), all cells:\n\n" + table(columns, rows)
+
+
+def _cells_of_starts(records: Sequence[Record]) -> list[Cell]:
+    """Return the cells of several files; of a cell in several starts, the median of each start counts as a round."""
+    starts: dict[tuple[object, ...], list[Cell]] = {}
+    for record in records:
+        for cell in find_cells(record):
+            starts.setdefault(cell.key, []).append(cell)
+    return [cells[0] if len(cells) == 1 else merge(cells) for cells in starts.values()]
 
 
 def channel(records: Sequence[Record]) -> str:

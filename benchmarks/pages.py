@@ -62,6 +62,12 @@ TOPICS = (
         hosts=False,
     ),
     Topic(
+        "verbs",
+        "Every verb against MPI",
+        "Every verb in every form, with ordinary and symmetric arrays, from `commlib bench all`.",
+        {"all": tables.all_verbs},
+    ),
+    Topic(
         "hosts",
         "Between hosts",
         "Collectives and messages between emulated hosts: network namespaces, TCP, links of a known rate.",
@@ -125,8 +131,10 @@ def page(topic: Topic, records: Sequence[Record]) -> str:
 
 
 def kind_of(record: Record) -> str:
-    """Return the name of the benchmark; "verb" or, of arrays on a GPU, "gpu verb" for any of `commlib bench`."""
+    """Return the name of the benchmark. Of `commlib bench`: "all", "verb" or, of arrays on a GPU, "gpu verb"."""
     name: str = record["benchmark"]
+    if name == "commlib bench all":
+        return "all"
     if not name.startswith("commlib bench "):
         return name
     return "verb" if record["options"].get("device", "host") == "host" else "gpu verb"
@@ -156,8 +164,7 @@ def facts_text(records: Sequence[Record]) -> str:
     commits = sorted({record["facts"].get("commit") or "none" for record in records})
     changed = " (+: with changes)" if any(commit.endswith("+") for commit in commits) else ""
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    loads = [record["facts"]["load"] for record in records]
-    after = [record["facts"].get("load_after", record["facts"]["load"]) for record in records]
+    loads, after = loads_of(records)
     several = len(records) > 1 or len(records[0].get("starts", ())) > len(SETTINGS)
     spread = tables.STARTS if several else tables.OF_ONE_START.get(kind_of(records[0]), tables.ROUNDS)
     lines = [
@@ -167,9 +174,21 @@ def facts_text(records: Sequence[Record]) -> str:
         f"- Versions: {versions}",
         f"- Command: `{command(records[0])}`; files: {len(records)}; spread: {spread}",
     ]
-    if max(*loads, *(load - first["ranks"] for load in after)) > BUSY * first["cores"]:
+    if was_busy(records):
         lines.append("- **The machine was busy: these figures only show the layout of the page, not the speed.**")
     return "\n".join(lines)
+
+
+def loads_of(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+    """Return the loads at the start and at the end of each record."""
+    facts = [record["facts"] for record in records]
+    return [one["load"] for one in facts], [one.get("load_after", one["load"]) for one in facts]
+
+
+def was_busy(records: Sequence[Record]) -> bool:
+    """Return whether the machine was too busy for figures that prove anything."""
+    first, (loads, after) = records[0]["facts"], loads_of(records)
+    return bool(max(*loads, *(load - first["ranks"] for load in after)) > BUSY * first["cores"])
 
 
 def command(record: Record) -> str:
@@ -177,7 +196,12 @@ def command(record: Record) -> str:
     recorded = record["facts"]["command"]
     if isinstance(recorded, str):
         return recorded
-    words = [word for word, before in zip(recorded, ["", *recorded], strict=False) if "--out" not in (word, before)]
+    outputs = ("--out", "--json")
+    words = [
+        word
+        for word, before in zip(recorded, ["", *recorded], strict=False)
+        if before not in outputs and word.partition("=")[0] not in outputs
+    ]
     return " ".join(["mpirun", "-n", str(record["facts"]["ranks"]), "commlib", *words])
 
 
@@ -190,9 +214,16 @@ def pages(folder: Path = RESULTS) -> dict[str, str]:
 def speed_pages() -> dict[Path, str]:
     """Return the pages that have a speed table, with its current figures."""
     return {
-        ROOT / name: speed.fill((ROOT / name).read_text(), speed.speeds(links, all_rows=all_rows))
+        ROOT / name: speed.fill((ROOT / name).read_text(), _speeds(links, all_rows=all_rows))
         for name, (links, all_rows) in SPEED_PAGES.items()
     }
+
+
+def _speeds(links: str, *, all_rows: bool) -> str:
+    """Return the speed table; with all rows also a summary of every verb against MPI, if the machine was not busy."""
+    table = speed.speeds(links, all_rows=all_rows)
+    verbs = [record for record in load() if kind_of(record) == "all" and not was_busy([record])]
+    return f"{table}\n\n{tables.all_verbs_summary(verbs, f'{links}verbs.md')}" if all_rows and verbs else table
 
 
 def main() -> int:

@@ -220,7 +220,7 @@ class Communicator:
         """Return a function to poll while this rank waits outside a collective; it raises to end the wait."""
         return self.group.watch(text, ())
 
-    def ways(self, device: Any = "cuda") -> tuple[AlgorithmName, ...]:
+    def paths(self, device: Any = "cuda") -> tuple[AlgorithmName, ...]:
         """Return the names of the paths that can move a device's arrays, in order of preference.
 
         "node" or "hierarchical" (between the devices of a node), "nccl", "messages" (MPI on device memory), "host":
@@ -234,10 +234,10 @@ class Communicator:
             UsageError: If this rank has no such device.
 
         Examples:
-            >>> comm.ways("cuda")  # doctest: +SKIP
+            >>> comm.paths("cuda")  # doctest: +SKIP
             ('node', 'nccl', 'host')
         """
-        names = self._calls.open_device_paths(device_named(device, "ways") if isinstance(device, str) else device)
+        names = self._calls.open_paths(device_named(device, "paths") if isinstance(device, str) else device)
         return cast(tuple[AlgorithmName, ...], names)
 
     # Reductions

@@ -22,7 +22,8 @@ class Case:
     """One verb on fixed arrays.
 
     x: this rank's input, or None. out: this rank's output, or None; it may share (a part of) the memory of x.
-    given, wanted: the data of x and out. splits, takes: elements to and from each rank, of an all-to-all.
+    given, wanted: the data of x and out. splits, takes: elements to and from each rank, of an all-to-all. parts:
+    elements of each rank's part.
     count: elements as counted by nccl-tests: of the buffer, or of one part of it. memory: of x and out.
     """
 
@@ -41,6 +42,7 @@ class Case:
     wanted: Blocks | None
     splits: list[int] = field(default_factory=list)
     takes: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
     memory: BenchMemory = HOST
 
     def fill(self) -> None:
@@ -50,11 +52,15 @@ class Case:
         if self.x is not None and self.given is not None:
             self.memory.write(self.x, self.given)
 
-    def wrong(self) -> int:
-        """Return the number of wrong elements in this rank's result."""
+    def wrong(self, returned: Any = None) -> int:
+        """Return the number of wrong elements in this rank's result: `out`, or what a verb without one `returned`."""
         if self.out is None or self.wanted is None:
             return 0
-        values, start, differing = self.memory.read(self.out), 0, 0
+        result = self.out if self.verb.has_out or returned is None else returned
+        values, start, differing = self.memory.read(result), 0, 0
+        length_wanted = sum(length for length, _ in self.wanted)
+        if len(values) != length_wanted:
+            return max(len(values), length_wanted)
         for length, period in self.wanted:
             differing += _differing(values[start : start + length], period)
             start += length
@@ -76,9 +82,9 @@ def wrong_elements(world: Any, case: Case, call: Call, timer: Timer = HOST_TIMER
     """Return the number of wrong elements after one call, over all ranks. The data stays in the arrays."""
     case.fill()
     world.Barrier()  # peers must not overwrite a contender's writes while they still fill their arrays
-    call()
+    returned = call()
     timer.finish()
-    return int(world.allreduce(case.wrong()))
+    return int(world.allreduce(case.wrong(returned)))
 
 
 def _differing(block: Array, period: Array) -> int:
@@ -109,16 +115,23 @@ def make(
     verb = VERBS[name]
     count = count_of(verb, dtype, nbytes, size)
     whole = count * verb.shares(size)
-    lengths = {"whole": whole, "part": whole // size, "": 0}
+    parts = [verb.part_shares(each) * count for each in range(size)]
+    lengths = {"whole": whole, "part": parts[rank], "": 0}
+
+    def array(side: str) -> Any:
+        if side == "part" and parts[0] != parts[-1]:  # uneven: symmetric memory has the same length on all ranks
+            return memory.part(allocate(max(parts), dtype), 0, parts[rank])
+        return allocate(lengths[side], dtype)
+
     x: Any = None
     out: Any = None
     if name == "all_gather" and in_place:
         out = allocate(whole, dtype)
         x = memory.part(out, rank * count, count)
     elif name != "barrier":
-        x = allocate(lengths[verb.gives], dtype)
+        x = array(verb.gives)
         if not in_place:
-            out = allocate(lengths[verb.gets], dtype)
+            out = array(verb.gets)
         else:
             out = memory.part(x, rank * count, count) if verb.gets == "part" else x
     splits = [_shares(verb, rank, to, size) * count for to in range(size)]
@@ -129,6 +142,8 @@ def make(
         x = x if name == "broadcast" else None
     if verb.getter == "root" and rank != root:
         out = wanted = None
+    if verb.getter == "later" and rank == 0:
+        wanted = None
     total = 0 if name == "barrier" else whole * NUMPY[dtype].itemsize
     return Case(
         verb=verb,
@@ -142,10 +157,11 @@ def make(
         nbytes=total,
         x=x,
         out=out,
-        given=_blocks(given, splits, lengths[verb.gives]),
-        wanted=_blocks(wanted, takes, lengths[verb.gets]),
+        given=_blocks(given, splits, parts, lengths[verb.gives]),
+        wanted=_blocks(wanted, takes, parts, lengths[verb.gets]),
         splits=splits,
         takes=takes,
+        parts=parts,
         memory=memory,
     )
 
@@ -157,12 +173,11 @@ def _shares(verb: BenchVerb, source: int, target: int, size: int) -> int:
     return int(verb.name == "all_to_all")
 
 
-def _blocks(periods: list[Array] | None, lengths: list[int], whole: int) -> Blocks | None:
-    """Return the blocks of an array: of the given lengths in an all-to-all, else equal ones."""
+def _blocks(periods: list[Array] | None, messages: list[int], parts: list[int], whole: int) -> Blocks | None:
+    """Return the blocks of an array: the messages of an all-to-all, else one block, or one for each rank's part."""
     if periods is None:
         return None
-    if not any(lengths):
-        lengths = [whole // len(periods)] * len(periods)
+    lengths = messages if any(messages) else parts if len(periods) == len(parts) else [whole]
     return list(zip(lengths, periods, strict=True))
 
 
@@ -177,9 +192,14 @@ def _data(
 
     if verb.name == "barrier":
         return None, None
-    if verb.name == "reduce_scatter":
+    if verb.name in ("reduce_scatter", "reduce_scatter_v"):
         given = [numbers.reduction_input(dtype, op, rank, size, block) for block in ranks]
         return given, [numbers.reduction_result(dtype, op, size, rank)]
+    if verb.name in ("scan", "exscan"):
+        first = max(1, rank + (verb.name == "scan"))  # rank 0 gets no result of an exscan
+        return [numbers.reduction_input(dtype, op, rank, size)], [
+            numbers.reduction_result(dtype, op, size, first=first)
+        ]
     if verb.reduces:
         return [numbers.reduction_input(dtype, op, rank, size)], [numbers.reduction_result(dtype, op, size)]
     if verb.name in ("all_to_all", "all_to_all_v"):
@@ -190,4 +210,4 @@ def _data(
         return [moved(root)], [moved(root)]
     if verb.name == "send_recv":
         return [moved(rank)], [moved((rank - 1) % size)]
-    return [moved(rank)], [moved(source) for source in ranks]  # all_gather, gather
+    return [moved(rank)], [moved(source) for source in ranks]  # all_gather, all_gather_v, gather

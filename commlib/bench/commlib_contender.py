@@ -11,7 +11,7 @@ from commlib.bench.measure import Call
 def call(comm: Any, case: Case, *, algorithm: str = "auto", plan: bool = False, asynchronous: bool = False) -> Call:
     """Return a function that runs the verb once and waits for it. asynchronous: on the progress thread."""
     if plan:
-        prepared = comm.plan_all_reduce(case.x, case.op, out=case.out, algorithm=algorithm)
+        prepared = _written_out(getattr(comm, f"plan_{case.verb.name}"), case, algorithm)()
         return (lambda: prepared.start().wait()) if asynchronous else prepared
     if asynchronous:
         start = _written_out(getattr(comm, f"{case.verb.name}_async"), case, algorithm)
@@ -30,6 +30,13 @@ def _written_out(verb: Any, case: Case, algorithm: str) -> Call:
     if name == "all_to_all_v":
         splits, takes = case.splits, case.takes
         return lambda: verb(x, splits, takes=takes, out=out)
+    if name == "all_gather_v":
+        return lambda: verb(x)
+    if name in ("scan", "exscan"):
+        return lambda: verb(x, op, out=out)
+    if name == "reduce_scatter_v":
+        counts = case.parts
+        return lambda: verb(x, counts, op, out=out)
     if name == "broadcast":
         return lambda: verb(x, root, algorithm=algorithm)
     if name == "reduce":

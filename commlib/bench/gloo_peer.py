@@ -16,6 +16,7 @@ from commlib.arguments import install
 from commlib.bench.cases import Case
 from commlib.bench.measure import Call
 from commlib.bench.mpi_peer import UnsupportedPeerError
+from commlib.bench.verbs import ONLY_MPI
 
 _OPERATIONS = {"sum": "SUM", "mean": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT"}
 
@@ -117,6 +118,8 @@ def call(case: Case) -> Call:
         return partial(dist.gather, x, None if out is None else list(out.chunk(case.size)), root)
     if name == "scatter":
         return partial(dist.scatter, out, None if x is None else list(x.chunk(case.size)), root)
+    if name in ONLY_MPI:
+        raise UnsupportedPeerError(f"gloo has no {name}")
     if case.verb.reduces and not (name == "reduce_scatter" and case.in_place):
         return _reduction(case, x, out)
     if name == "send_recv" and case.size > 1:

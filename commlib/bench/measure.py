@@ -3,7 +3,8 @@
 A burst is as many calls as fit in about 30 ms, or the requested number; its figure is the mean of one call, on the
 slowest rank.
 The result is the median over rounds. Every contender runs one burst in each round, so that a slow spell of the machine
-hits all of them. All ranks have the same figures, because each is the maximum over all ranks.
+hits all of them; every second round is in the opposite order, so that none profits from the one before it. All ranks
+have the same figures, because each is the maximum over all ranks.
 """
 
 from __future__ import annotations
@@ -143,9 +144,10 @@ def _burst_length(seconds: float) -> int:
 
 
 def rounds(bursts: Mapping[str, Burst], number: int) -> Iterator[dict[str, float]]:
-    """Yield each contender's figure, round by round."""
-    for _ in range(number):
-        yield {name: burst() for name, burst in bursts.items()}
+    """Yield each contender's figure, round by round, every second round in the opposite order."""
+    for index in range(number):
+        order = list(bursts)[:: -1 if index % 2 else 1]
+        yield {name: bursts[name]() for name in order}
 
 
 def memory_pass(read: int, written: int, replaces: bool) -> Call:

@@ -1,4 +1,4 @@
-"""The contenders 'mpi' and 'pieces': MPI's own collectives through mpi4py, on the same arrays.
+"""MPI's contenders: its own collectives through mpi4py, on the same arrays; blocking, persistent, or in pieces.
 
 MPI has no mean: the result is divided afterwards, within the timed call. MPI has no arithmetic, or only a slow one, for
 float16 and bfloat16: a user-defined operation in numpy computes it. A GPU's arrays need a CUDA-aware library, and the
@@ -7,6 +7,7 @@ call first waits for queued work, because MPI has no streams.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,6 +23,23 @@ PIECE_BYTES = 1 << 20
 _HALVES = ("float16", "bfloat16")
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 _OPERATIONS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
+_METHODS = {
+    "all_reduce": "Allreduce",
+    "reduce": "Reduce",
+    "broadcast": "Bcast",
+    "gather": "Gather",
+    "scatter": "Scatter",
+    "all_gather": "Allgather",
+    "all_gather_v": "Allgatherv",
+    "reduce_scatter": "Reduce_scatter",
+    "reduce_scatter_v": "Reduce_scatter",
+    "all_to_all": "Alltoall",
+    "all_to_all_v": "Alltoallv",
+    "scan": "Scan",
+    "exscan": "Exscan",
+    "send_recv": "Sendrecv",
+    "barrier": "Barrier",
+}
 _LOGICAL = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "prod": MPI.LAND}
 
 
@@ -96,37 +114,73 @@ def _and_divide(run: Call, case: Case) -> Call:
 
 
 def _call(world: Any, case: Case) -> Call:
+    return _and_divide(partial(getattr(world, _METHODS[case.verb.name]), *_arguments(case)), case)
+
+
+def _arguments(case: Case) -> tuple[Any, ...]:
+    """Return the arguments of the verb's method."""
     x, out, name, root = _view(case, case.x), _view(case, case.out), case.verb.name, case.root
-    here = case.rank == root
-    if case.verb.reduces:
-        op = _operation(case)
-        if name == "all_reduce":
-            run = partial(world.Allreduce, MPI.IN_PLACE if case.in_place else x, out, op)
-        elif name == "reduce":
-            run = partial(world.Reduce, MPI.IN_PLACE if case.in_place and here else x, out, op, root)
-        elif case.in_place:
-            raise UnsupportedPeerError("in place, MPI puts the part of each rank at the front of its buffer")
-        else:
-            run = partial(world.Reduce_scatter, x, out, [case.count] * case.size, op)
-        return _and_divide(run, case)
-    if name == "all_gather":
-        return partial(world.Allgather, MPI.IN_PLACE if case.in_place else x, out)
+    source = MPI.IN_PLACE if case.in_place and not (name == "reduce" and case.rank != root) else x
+    if name == "barrier":
+        return ()
     if name == "broadcast":
-        return partial(world.Bcast, x, root)
-    if name == "all_to_all":
-        return partial(world.Alltoall, MPI.IN_PLACE if case.in_place else x, out)
+        return x, root
+    if name == "reduce":
+        return source, out, _operation(case), root
+    if name in ("reduce_scatter", "reduce_scatter_v"):
+        if case.in_place:
+            raise UnsupportedPeerError("in place, MPI puts the part of each rank at the front of its buffer")
+        return x, out, case.parts, _operation(case)
+    if case.verb.reduces:
+        return source, out, _operation(case)
+    if name == "all_gather_v":
+        return x, _in_counts(out, case.parts)
     if name == "all_to_all_v":
-        sends, receives = (x, out) if isinstance(x, list) else ([x], [out])
-        sending, taking = [sends[0], (case.splits, None), *sends[1:]], [receives[0], (case.takes, None), *receives[1:]]
-        return partial(world.Alltoallv, sending, taking)
-    if name == "gather":
-        return partial(world.Gather, x, out, root)
-    if name == "scatter":
-        return partial(world.Scatter, x, out, root)
+        return _in_counts(x, case.splits), _in_counts(out, case.takes)
     if name == "send_recv":
-        right, left = (case.rank + 1) % case.size, (case.rank - 1) % case.size
-        return partial(world.Sendrecv, x, right, 0, out, left)
-    return world.Barrier  # type: ignore[no-any-return]
+        return x, (case.rank + 1) % case.size, 0, out, (case.rank - 1) % case.size
+    return (x, out, root) if case.verb.rooted else (source, out)
+
+
+def _in_counts(array: Any, counts: Sequence[int]) -> list[Any]:
+    """Return an array, or memory with its MPI type, as a buffer of one block for each rank."""
+    memory, *of_type = array if isinstance(array, list) else [array]
+    return [memory, (counts, None), *of_type]
+
+
+class PersistentCollective:
+    """A collective of MPI that was prepared once. A call starts it and waits."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def __call__(self) -> None:
+        self._request.Start()
+        self._request.Wait()
+
+    def __del__(self) -> None:
+        if not MPI.Is_finalized():
+            self._request.Free()
+
+
+def persistent(world: Any, case: Case) -> Call:
+    """Return a function that runs MPI's persistent collective once. Collective."""
+    if not case.verb.has_plan:
+        raise UnsupportedPeerError(f"MPI has no persistent {case.verb.name}")
+    prepare = getattr(world, f"{_METHODS[case.verb.name]}_init")
+    return _and_divide(PersistentCollective(prepare(*_arguments(case))), case)
+
+
+def block(world: Any, case: Case) -> Call:
+    """Return a function that runs MPI_Reduce_scatter_block, which takes no counts."""
+    x, out, _, op = _arguments(case)
+    return _and_divide(partial(world.Reduce_scatter_block, x, out, op), case)
+
+
+def persistent_block(world: Any, case: Case) -> Call:
+    """Return a function that runs the persistent MPI_Reduce_scatter_block. Collective."""
+    x, out, _, op = _arguments(case)
+    return _and_divide(PersistentCollective(world.Reduce_scatter_block_init(x, out, op)), case)
 
 
 def pieces(world: Any, case: Case) -> Call:

@@ -12,6 +12,7 @@ from typing import Any
 from commlib.bench.cases import Case
 from commlib.bench.measure import Call
 from commlib.bench.mpi_peer import UnsupportedPeerError
+from commlib.bench.verbs import ONLY_MPI
 from commlib.devices.cuda import process
 from commlib.devices.cuda.nccl import library
 from commlib.errors import TransportError
@@ -76,6 +77,8 @@ def call(case: Case) -> Call:
     if _joined.problem:
         raise UnsupportedPeerError(_joined.problem)
     nccl, comm, name, root = _joined.nccl, _joined.comm, case.verb.name, case.root
+    if name in ONLY_MPI:
+        raise UnsupportedPeerError(f"NCCL has no {name}")
     stream = process.device().current().raw.ptr
     x, out = (0 if array is None else int(array.data.ptr) for array in (case.x, case.out))
     if case.verb.reduces:

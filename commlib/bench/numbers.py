@@ -53,9 +53,13 @@ def reduction_input(dtype: str, op: str, rank: int, size: int, block: int = 0) -
     return _as_dtype(numbers, dtype)
 
 
-def reduction_result(dtype: str, op: str, size: int, block: int = 0) -> Array:
-    """Return one period of the combination of all ranks' data; computed in a wide dtype, so that nothing is rounded."""
-    tables = np.stack([reduction_input(dtype, op, rank, size, block) for rank in range(size)])
+def reduction_result(dtype: str, op: str, size: int, block: int = 0, first: int | None = None) -> Array:
+    """Return one period of the combination of all ranks' data; computed in a wide dtype, so that nothing is rounded.
+
+    first: the number of first ranks to combine instead, in a scan.
+    """
+    ranks = range(size if first is None else first)
+    tables = np.stack([reduction_input(dtype, op, rank, size, block) for rank in ranks])
     if dtype == "bool":
         return np.asarray(tables.any(0) if op in ("sum", "max") else tables.all(0))
     if op in ("min", "max"):

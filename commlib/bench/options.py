@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commlib.arguments import suggest
-from commlib.bench.verbs import VERBS, BenchVerb
+from commlib.bench.verbs import ONLY_MPI, VERBS, BenchVerb
 from commlib.dtypes import DTYPES, kernel_operation
 from commlib.errors import UsageError
 
@@ -107,7 +107,7 @@ class BenchSettings:
 
 
 DEFAULT_SIZES = sizes_between(4, 64 << 20, 4)
-_COMMANDS = ("pairs", "report", "step", "sweep")  # the other words after `commlib bench`
+_COMMANDS = ("all", "compare", "pairs", "report", "step", "sweep")  # the other words after `commlib bench`
 
 
 def check(options: BenchOptions, ranks: int) -> BenchSettings:
@@ -194,7 +194,7 @@ def _as_the_format_has_it(options: BenchOptions, verb: BenchVerb) -> BenchOption
     for what, is_useless in useless.items():
         if is_useless:
             raise BenchOptionsError(f"--format {options.format} does not support {what}: leave one of them out")
-    if verb.name == "all_to_all_v" or (options.format == "nccl" and verb.name == "barrier"):
+    if verb.name in (*ONLY_MPI, "all_to_all_v") or (options.format == "nccl" and verb.name == "barrier"):
         raise BenchOptionsError(f"--format {options.format} has no {verb.name}: leave one of them out")
     if options.format == "nccl":  # its heading prints nccl-tests' defaults
         both = options.in_place is None and verb.in_place in ("usual", "able")
@@ -232,7 +232,7 @@ def _refuse_what_has_no_effect(options: BenchOptions, verb: BenchVerb) -> None:
         "--op": options.ops is not None and not verb.reduces,
         "--root": options.root is not None and not verb.rooted,
         "--algorithm": options.algorithm is not None and not verb.has_algorithms,
-        "--plan": options.plan and verb.name != "all_reduce",
+        "--plan": options.plan and not verb.has_plan,
         "--in-place": options.in_place is True and verb.in_place == "not",
         "--side-by-side": options.side_by_side and verb.in_place not in ("usual", "able"),
         "--out-of-place": options.in_place is False and verb.in_place == "only",

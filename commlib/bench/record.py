@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -32,10 +33,11 @@ _SLURM = (
 )
 _MOST_HOSTS = 3  # named in a heading
 
-# Facts of a program. Left out: host names and the builder of MPI, which mean nothing elsewhere; what launchers set.
-_PUBLISHED = ("date", "ranks", "cores", "cpu", "load", "mpi", "commit", "versions")
+# Facts of a program. Left out: host names and the builder of MPI, which mean nothing elsewhere.
+_PUBLISHED = ("date", "ranks", "cores", "cpu", "load", "mpi", "commit", "versions", "environment")
 _LAUNCHERS = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs", "mpi_event", "orte_", "ess", "plm", "pmix", "shmem_")
 _OF_LAUNCHERS = tuple(f"OMPI_MCA_{name}" for name in _LAUNCHERS)
+_NUMBERS = re.compile(r"\[\s+([-\d.e+,\s]+?)\s+\]")  # a list of numbers, in JSON
 _OUTPUTS = {"--out": 1, "--plot": 1, "--worker": 0}  # options that do not affect the figures: number of values
 
 
@@ -72,8 +74,6 @@ def gather_program_facts(world: Any, *, starts_itself: bool = False) -> dict[str
     """
     gathered = gather_facts(world, one_node=True)
     facts = {name: gathered[name] for name in _PUBLISHED}
-    given = gathered["environment"].items()
-    facts["environment"] = {name: value for name, value in given if not name.startswith(_OF_LAUNCHERS)}
     used = [name for name in ("tensorflow", "keras") if name in sys.modules]
     facts["versions"] |= {name: sys.modules[name].__version__ for name in used}
     launcher = [] if starts_itself or world.size == 1 else ["mpirun", "-n", str(world.size)]
@@ -114,7 +114,11 @@ def name_of_library(text: str) -> str:
 
 def settings_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that tune commlib, MPI and the transports."""
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(_ENVIRONMENT)}
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(_ENVIRONMENT) and not name.startswith(_OF_LAUNCHERS)
+    }
 
 
 def slurm_job(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -191,7 +195,8 @@ def write(
         "options": {name: _plain(value) for name, value in given.items() if f"--{name}" not in _OUTPUTS},
         **measured,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(content, indent=1))
+    path.write_text(text + "\n")
 
 
 def _plain(value: Any) -> Any:

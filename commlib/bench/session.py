@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from commlib.errors import UsageError
 
 Make = Callable[[Case], Call]
 CaseReport = Callable[[Case, int], None]  # called with the case and the number of finished rounds
+FEWEST_ROUNDS = 5  # of a row with a limited time
 _CANNOT = (UsageError, UnsupportedPeerError, MPI.Exception, RuntimeError, TypeError, ValueError)  # raised by contenders
 
 
@@ -38,9 +40,20 @@ class Session:
     """Measures rows, in order. All ranks make one, with the same settings, and iterate over it together."""
 
     def __init__(
-        self, comm: Any, world: Any, settings: BenchSettings, *, memory: BenchMemory = HOST, bound: bool = True
+        self,
+        comm: Any,
+        world: Any,
+        settings: BenchSettings,
+        *,
+        memory: BenchMemory = HOST,
+        bound: bool = True,
+        makers: Mapping[str, Make] | None = None,
     ) -> None:
-        """memory: of the arrays. bound: also measure the traffic of memory that gives the bound. Collective."""
+        """Choose the contenders. Collective.
+
+        memory: of the arrays. bound: also measure the traffic of memory that gives the bound. makers: contenders
+        instead of commlib and the settings' peers.
+        """
         self.comm, self.world, self.settings, self.memory = comm, world, settings, memory
         self.notes: list[str] = []  # unsupported dtypes and operations of peers, with the reason
         self.has_bound = bound and memory.has_bound(comm, world)
@@ -59,6 +72,8 @@ class Session:
             "ordinary": make_ours,
         }
         self.makers: dict[str, Make] = {OURS: make_ours, **{name: peers[name] for name in settings.peers}}
+        if makers is not None:
+            self.makers = dict(makers)
         self._unable: set[tuple[str, str, str]] = set()  # (contender, dtype, op)
 
     def kinds(self) -> list[tuple[str, str]]:
@@ -139,8 +154,11 @@ class Session:
             yield self.row(self.case(dtype, op, nbytes), report)
             gc.collect()  # frees symmetric memory without references
 
-    def row(self, case: Case, report: CaseReport = _silent) -> BenchRow:
-        """Measure one row. Check the results before the bursts, and again after them."""
+    def row(self, case: Case, report: CaseReport = _silent, *, until: float | None = None) -> BenchRow:
+        """Measure one row. Check the results before the bursts, and again after them.
+
+        until: the time, on rank 0's monotonic clock, after which to begin no further round than FEWEST_ROUNDS.
+        """
         report(case, 0)
         contenders = self.contenders(case)
         timers = {name: self.memory.timer(name) for name in contenders}
@@ -157,6 +175,8 @@ class Session:
             for name, seconds in figures.items():
                 times[name].append(seconds)
             report(case, number)
+            if until is not None and number >= FEWEST_ROUNDS and self.world.bcast(time.monotonic() > until):
+                break
         for name, (own, call) in contenders.items():
             wrong[name] += self._wrong(own, call, timers[name])
         return BenchRow(

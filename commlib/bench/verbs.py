@@ -16,6 +16,9 @@ rank, for a total of n bytes:
     reduce          P x n      n           n           n/P
     all_to_all      P x n      P x n       n           n            in place: (P-1)/P n both
     all_to_all_v    P x n      P x n       n           n
+    all_gather_v, reduce_scatter_v         as all_gather and reduce_scatter
+    scan            P x n      P x n       n           n
+    exscan          (P-1) x n  (P-1) x n   (P-1)/P n   (P-1)/P n
     gather          P x n/P    n           n/P         n/P
     scatter         n          P x n/P     n/P         n/P
     send_recv       P x n      P x n       n           n
@@ -59,8 +62,10 @@ class BenchVerb:
     """A verb.
 
     gives, gets: a rank's input and output: "whole", "part" (one of P) or "" (nothing).
-    giver, getter: "all", or only the "root".
+    giver, getter: "all", or only the "root"; "later": all ranks but rank 0.
     in_place: "only", "usual" (the default), "able" or "not". A part is in place at its position in the full array.
+    has_out: whether a call takes the array for its result, else it returns a new one. has_plan: whether a call can be
+    prepared.
     """
 
     name: str
@@ -74,6 +79,8 @@ class BenchVerb:
     reduces: bool = False
     in_place: str = "not"
     has_algorithms: bool = True
+    has_out: bool = True
+    has_plan: bool = True
 
     @property
     def rooted(self) -> bool:
@@ -83,10 +90,15 @@ class BenchVerb:
         """Return the number of equal shares of the total.
 
         In all_to_all_v rank r sends 1 + (r + t) % P shares to rank t: uneven, but each rank sends and gets as many.
+        In all_gather_v and reduce_scatter_v the part of rank r has 1 + r shares.
         """
-        if self.name == "all_to_all_v":
+        if self.name.endswith("_v"):
             return ranks * (ranks + 1) // 2
         return ranks if "part" in (self.gives, self.gets) or self.name == "all_to_all" else 1
+
+    def part_shares(self, rank: int) -> int:
+        """Return the number of shares in the part of a rank."""
+        return 1 + rank if self.name in ("all_gather_v", "reduce_scatter_v") else 1
 
     def count(self, elements: int, ranks: int) -> int:
         """Return the number of elements (of the buffer, or of one share) that fit into `elements`; at least one."""
@@ -112,9 +124,17 @@ VERBS = {
         BenchVerb("reduce", "whole", "whole", _all, _all, _part, getter="root", reduces=True, in_place="able"),
         BenchVerb("all_to_all", "whole", "whole", _others, _all, _all, in_place="able"),
         BenchVerb("all_to_all_v", "whole", "whole", _others, _all, _all, has_algorithms=False),
+        BenchVerb("all_gather_v", "part", "whole", _others, _part, _all, has_algorithms=False, has_out=False),
+        BenchVerb("reduce_scatter_v", "whole", "part", _others, _all, _part, reduces=True, has_algorithms=False),
+        BenchVerb("scan", "whole", "whole", _all, _all, _all, reduces=True, has_algorithms=False),
+        BenchVerb(
+            "exscan", "whole", "whole", _all, _others, _others, getter="later", reduces=True, has_algorithms=False
+        ),
         BenchVerb("gather", "part", "whole", _others, _part, _part, getter="root"),
         BenchVerb("scatter", "whole", "part", _others, _part, _part, giver="root"),
-        BenchVerb("send_recv", "whole", "whole", _all, _all, _all, has_algorithms=False),
+        BenchVerb("send_recv", "whole", "whole", _all, _all, _all, has_algorithms=False, has_plan=False),
         BenchVerb("barrier", "", "", _all, _all, _all, has_algorithms=False),
     )
 }
+ONLY_MPI = ("all_gather_v", "reduce_scatter_v", "scan", "exscan")
+"""Verbs that neither gloo and NCCL nor the formats of other benchmarks have."""

@@ -9,6 +9,8 @@ from typer.core import TyperGroup
 
 from commlib import __version__
 from commlib.cli.bench import bench
+from commlib.cli.bench_all import bench_all
+from commlib.cli.bench_compare import bench_compare
 from commlib.cli.bench_report import bench_report
 from commlib.cli.bench_step import bench_step
 from commlib.cli.bench_sweep import bench_sweep
@@ -57,6 +59,8 @@ def _commlib(
 app.command(no_args_is_help=True)(bench)
 app.command("bench sweep")(bench_sweep)
 app.command("bench report")(bench_report)
+app.command("bench all")(bench_all)
+app.command("bench compare")(bench_compare)
 app.command("bench step")(bench_step)
 app.command()(info)
 app.command()(show)

@@ -18,9 +18,9 @@ def bench(
     verb: Annotated[
         str,
         typer.Argument(
-            help="all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, all_to_all_v, gather, "
-            "scatter, send_recv (each rank to the next one) or barrier; or pairs: latency and bandwidth between every "
-            "two ranks"
+            help="all_reduce, reduce_scatter, reduce_scatter_v, all_gather, all_gather_v, broadcast, reduce, "
+            "all_to_all, all_to_all_v, gather, scatter, scan, exscan, send_recv (each rank to the next one) or "
+            "barrier; or pairs: latency and bandwidth between every two ranks"
         ),
     ],
     peer: Annotated[
@@ -50,7 +50,7 @@ def bench(
     asynchronous: Annotated[
         bool, typer.Option("--async", help="start each call on the progress thread, and wait for it")
     ] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="prepare the call once (all_reduce)")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="prepare the call once")] = False,
     algorithm: Annotated[str | None, typer.Option(help="commlib's algorithm (default: auto)")] = None,
     root: Annotated[int | None, typer.Option(help="of rooted verbs (default: 0)")] = None,
     rounds: Annotated[int, typer.Option(help="bursts of each contender")] = 9,
@@ -112,8 +112,9 @@ def bench(
     and GB/s beyond, its extremes, and the slowest pair. One pair at a time,
     so 64 ranks take some minutes.
 
-    See also: bench sweep (many cases in one job), bench report (an HTML page
-    of results), bench step (training).
+    See also: bench all (every verb in every form against MPI, one table),
+    bench compare (two such tables), bench sweep (many cases in one job),
+    bench report (an HTML page of results), bench step (training).
     """
     from commlib.bench.options import BenchOptions, BenchOptionsError
 

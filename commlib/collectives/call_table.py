@@ -5,36 +5,45 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from commlib.collectives.call import Call
+from commlib.collectives.context import PathContext
 from commlib.collectives.device.call import DeviceCall
-from commlib.collectives.device.node import DevicePeers
-from commlib.collectives.device.staging_queue import StagingQueue
-from commlib.collectives.host.hierarchical import Hierarchical
-from commlib.collectives.host.native import Native
+from commlib.collectives.device.nccl import NcclPath
+from commlib.collectives.device.node import HierarchicalDevicePath, NodeDevicePath
+from commlib.collectives.device.staged_path import StagedPath
+from commlib.collectives.host.hierarchical import HierarchicalPath
+from commlib.collectives.host.native import NativePath
 from commlib.collectives.host.node import NodePath, Opening
-from commlib.collectives.host.schedule_path import ScheduledPath
+from commlib.collectives.host.schedule_path import SchedulePath
 from commlib.collectives.operands import Result
-from commlib.collectives.paths import Path, Verb, compile_call
+from commlib.collectives.paths import Path, Verb, find_paths
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import as_view, is_contiguous, overlap
+from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.devices.registry import find_named, lookup
 from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.group.group import Group
-from commlib.group.weak_references import WeakPart
 from commlib.node.uneven_exchange import UnevenExchange
-from commlib.runtime.compiled_call import CompiledCall, Plan
+from commlib.runtime.compiled_call import CompiledCall, Plan, Task
 from commlib.runtime.work import Work
 
-if TYPE_CHECKING:
-    from commlib.collectives.device.table import DevicePaths
+_HOST_PATHS: tuple[Path, ...] = (NativePath(), NodePath(), HierarchicalPath(), SchedulePath())
 
-PATHS: tuple[Path, ...] = (Native(), NodePath(), Hierarchical(), ScheduledPath())
+PATHS: tuple[Path, ...] = (
+    NodeDevicePath(),
+    NcclPath(),
+    HierarchicalDevicePath(),
+    NodeDevicePath(by_host=True),
+    *_HOST_PATHS,
+    StagedPath(_HOST_PATHS),
+)
+"""All paths; "auto" uses the first that accepts the call: see `paths.find_paths`."""
 
 # The most compiled calls to keep for each verb.
 _MOST_KINDS = 256
@@ -59,14 +68,12 @@ class Calls:
         self.all_reduces: dict[Hashable, CompiledCall] = {}
         self.uneven: dict[Hashable, UnevenExchange] = {}
         self._tables: defaultdict[str, dict[Hashable, CachedCall]] = defaultdict(dict)
-        self._stations: dict[Any, StagingQueue] = {}
-        self._peers: dict[Any, DevicePeers] = {}
-        self._ways: dict[Any, DevicePaths] = {}
+        self._contexts: dict[Any, PathContext] = {}
 
     def labelled(self, label: str) -> Calls:
-        """Return a table of calls with a label. It shares this one's access to devices."""
+        """Return a table of calls with a label. It shares this one's contexts."""
         other = Calls(self.group, label)
-        other._stations, other._peers, other._ways = self._stations, self._peers, self._ways
+        other._contexts = self._contexts
         return other
 
     def find(self, verb: Verb, call: Call, key: Hashable, shape: tuple[int, ...] = ()) -> CompiledCall:
@@ -114,47 +121,27 @@ class Calls:
         return compiled
 
     def _compile(self, verb: Verb, call: Call) -> CompiledCall:
-        group = self.group
         if self.label:
             call = replace(call, label=self.label)
-        if not call.device and call.algorithm != "nccl":
-            return compile_call(PATHS, group, verb, call)
-        from commlib.collectives.device.nccl import check  # only once a call uses a device
+        context = self.context(find_named(call.device) if call.device else HOST)
+        choices = find_paths(PATHS, context, verb, call)
+        if context.on_host:
+            return choices[0].compile(context)
+        return DeviceCall(context, call.text, choices=choices)
 
-        check(group, verb, call)
-        return self.ways(find_named(call.device)).compile(verb, call)
+    def context(self, device: Device) -> PathContext:
+        """Return the context of calls on a device, or on the host."""
+        context = self._contexts.get(device)
+        if context is None:
+            context = self._contexts[device] = PathContext(self.group, device)
+        return context
 
-    def ways(self, device: Device) -> DevicePaths:
-        """Return the paths for arrays of a device."""
-        ways = self._ways.get(device)
-        if ways is None:
-            from commlib.collectives.device.table import DevicePaths
-
-            ways = self._ways[device] = DevicePaths(PATHS, self.group, self.station(device), self.peers(device))
-        return ways
-
-    def open_device_paths(self, device: Device) -> tuple[str, ...]:
-        """Open all paths of a device; return the names of the available ones. Collective."""
-        text, ways = f"paths of {device.name}", self.ways(device)
-        call = DeviceCall(
-            self.group.progress, text, self.station(device), lambda x, _, on_wait: ways.open(text, on_wait)
-        )
-        return call.now(None, None)  # type: ignore[no-any-return]
-
-    def peers(self, device: Device) -> DevicePeers:
-        """Return the group's peers on a device."""
-        peers = self._peers.get(device)
-        if peers is None:
-            peers = self._peers[device] = DevicePeers(self.group, self.station(device))
-        return peers
-
-    def station(self, device: Device) -> StagingQueue:
-        """Return the group's staging queue on a device."""
-        station = self._stations.get(device)
-        if station is None:
-            station = self._stations[device] = StagingQueue(self.group, device)
-            self.group.attach(WeakPart(station))
-        return station
+    def open_paths(self, device: Device) -> tuple[str, ...]:
+        """Open all paths of a device; return the names of the available ones, in the table's order. Collective."""
+        context, text = self.context(device), f"paths of {device.name}"
+        rows = [path for path in PATHS if path.takes_devices and path.is_automatic]
+        opening = Task(self.group.progress, text, lambda: [path.name for path in rows if path.open(context, text)])
+        return tuple(dict.fromkeys(DeviceCall(context, text, opening).now(None, None)))
 
     def plain(self, verb: str, key: Hashable, x: Array, out: Any) -> Array | None:
         """Run a compiled call on plain numpy arrays; return its result, or None if the arrays need the full checks."""
@@ -178,11 +165,9 @@ class Calls:
 
     def clear(self) -> None:
         """Drop all compiled calls, after the devices have finished the queued work."""
-        for station in self._stations.values():
-            station.close()
-        self._stations.clear()
-        self._peers.clear()
-        self._ways.clear()
+        for context in self._contexts.values():
+            context.close()
+        self._contexts.clear()
         self.all_reduces.clear()
         self.uneven.clear()
         self._tables.clear()

@@ -35,9 +35,9 @@ def _bar(title: str) -> Iterator[ProgressReport]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True)) as bar:
+    with Progress(console=Console(stderr=True), auto_refresh=False) as bar:  # a thread that draws disturbs measurements
         task = bar.add_task(title, total=1.0)
-        yield lambda done, what: bar.update(task, completed=done, description=what)
+        yield lambda done, what: bar.update(task, completed=done, description=what, refresh=True)
 
 
 @contextmanager

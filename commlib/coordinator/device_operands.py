@@ -112,20 +112,20 @@ class Staging:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._stations: dict[Device, StagingQueue] = {}
+        self._queues: dict[Device, StagingQueue] = {}
 
-    def station(self, device: Device) -> StagingQueue:
+    def queue(self, device: Device) -> StagingQueue:
         """Return the staging queue of the group for a device."""
-        queue = self._stations.get(device)
+        queue = self._queues.get(device)
         if queue is None:
-            queue = self._stations[device] = StagingQueue(self._group, device)
+            queue = self._queues[device] = StagingQueue(self._group, device)
         return queue
 
     def close(self) -> None:
         """Wait, for a few seconds at most, until the devices have finished the queued work."""
-        for station in self._stations.values():
-            station.close()
-        self._stations.clear()
+        for queue in self._queues.values():
+            queue.close()
+        self._queues.clear()
 
     def bring(self, jobs: Sequence[Any], done: Done) -> tuple[list[Any], Done]:
         """Return jobs that use only host arrays, and a callback to use instead of `done`."""
@@ -159,7 +159,7 @@ class Staging:
     def _copy(self, x: DeviceOperand, is_read: bool, text: str) -> Array:
         if not is_read:
             return np.empty(x.shape, x.dtype)
-        return np.array(fetch(self, x.array, text))  # `fetch` reuses its buffer
+        return np.array(fetch(self.queue(x.array.device), x.array, text))  # `fetch` reuses its buffer
 
     def _return_results(self, job: Any, value: Any, outputs: dict[int, DeviceOperand]) -> Any:
         """Return an operation's value with host arrays replaced by device arrays."""
@@ -186,4 +186,4 @@ class Staging:
 
     def _deliver(self, target: DeviceArray, value: Array, text: str) -> None:
         if value.nbytes:
-            deliver(self, target.reshape(-1), value.reshape(-1), text, target.stream)
+            deliver(self.queue(target.device), target.reshape(-1), value.reshape(-1), text, target.stream)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from commlib.devices.array import DeviceArray
 from commlib.devices.launch_replay import LaunchReplay, queue_once
@@ -24,8 +24,12 @@ SMALL_BYTES = 64 << 10
 # Bytes. Shares of an array begin at multiples of this, so devices read full memory lines.
 _SHARE_BYTES = 512
 
-Enqueue = Callable[[DeviceArray, DeviceArray, WaitHook], None]
-"""Queues the collective on a source and a target, both 1-D. All ranks call it."""
+
+class Enqueue(Protocol):
+    """Queues the collective on a source and a target, both 1-D. All ranks call it."""
+
+    def __call__(self, x: DeviceArray, target: DeviceArray, on_wait: WaitHook) -> None: ...
+
 
 OpenSlots = Callable[[], None]
 """Creates the board's slots, within an operation; the first call is collective."""

@@ -70,9 +70,9 @@ def measure_on(
     device has finished.
     """
     watch = _begin(comm, seconds, progress)
-    ways = comm.ways(device)
-    beyond = [name for name in ways if name != "messages"]
-    names = partial(_path_names, beyond, has_messages="messages" in ways)
+    paths = comm.paths(device)
+    beyond = [name for name in paths if name != "messages"]
+    names = partial(_path_names, beyond, has_messages="messages" in paths)
     contests = _contests(comm, [device_scope(comm, device)], names, watch, progress)
     return Table(_entries(contests, DEVICE_SIZES, watch, progress))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import commlib
-from commlib.collectives.device import nccl
+from commlib.collectives.device import nccl_connection
 from commlib.communicator import Communicator
 from commlib.config.settings import Config
 from commlib.devices.cuda.nccl import DTYPES as KNOWN
@@ -219,7 +219,7 @@ def test_versions_that_differ(private, gpu, monkeypatch):
 @pytest.mark.ranks(min=2)
 def test_a_rank_that_cannot_join(private, gpu, monkeypatch, caplog):
     """The others wait for it in NCCL, where nothing can interrupt them; but not for ever."""
-    monkeypatch.setattr(nccl, "SECONDS", 1.0)
+    monkeypatch.setattr(nccl_connection, "SECONDS", 1.0)
     nccl_standin.broken.add(private.size - 1)
     x = gpu.put(np.full(700, 1.0, np.float32))
     with caplog.at_level(logging.WARNING, "commlib"):

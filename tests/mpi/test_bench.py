@@ -14,7 +14,7 @@ from commlib.bench.measure import burst_of, memory_pass
 from commlib.bench.options import BenchOptions, BenchOptionsError, check
 from commlib.bench.rows import OURS, mistakes
 from commlib.bench.session import Session
-from commlib.bench.verbs import VERBS
+from commlib.bench.verbs import ONLY_MPI, VERBS
 from commlib.buffers.views import address_of
 from commlib.dtypes import DTYPES, OPERATIONS
 from commlib.errors import UsageError
@@ -37,6 +37,17 @@ def gloo(comm):
     pytest.importorskip("torch")
     with gloo_peer.join_gloo(WORLD, one_node=True):
         yield
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "async": {"asynchronous": True},
+    "plan": {"plan": True},
+    "plan, async": {"plan": True, "asynchronous": True},
+    "ring": {"algorithm": "ring"},
+    "native": {"algorithm": "native"},
+    "ordinary": {"symmetric": False},
+    "fresh": {"fresh": True},
+}
 
 
 def session(comm, verb, **options):
@@ -79,6 +90,18 @@ def test_movement(comm, verb):
     assert_right(session(comm, verb, dtypes=DTYPES, symmetric=False, peers=("mpi",)), "mpi")
 
 
+@pytest.mark.parametrize("verb", ONLY_MPI)
+def test_uneven_parts_and_scans(comm, verb):
+    dtypes = MIXED if not VERBS[verb].reduces else tuple(dtype for dtype in MIXED if (dtype, "sum") in REDUCIBLE)
+    assert_right(session(comm, verb, dtypes=dtypes, symmetric=False, peers=("mpi",)), "mpi")
+
+
+@pytest.mark.parametrize("way", ["plan", "async"])
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.has_plan])
+def test_every_verb_in_other_forms(comm, verb, way):
+    assert_right(session(comm, verb, **WAYS[way], peers=("mpi",)), "mpi")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_symmetric_buffers(comm, verb):
     assert_right(session(comm, verb, peers=("mpi",)), "mpi")
@@ -111,7 +134,7 @@ def test_a_large_all_reduce_in_pieces_by_gloo_and_mpi(comm, gloo):
     assert_right(session(comm, "all_reduce", sizes=sizes, peers=peers, **options), *peers)
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("send_recv", "barrier")])
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("send_recv", "barrier", *ONLY_MPI)])
 def test_gloo(comm, gloo, verb):
     reduces = VERBS[verb].reduces
     for ops in (("sum", "max"), ("mean", "prod")) if reduces else (None,):
@@ -130,17 +153,6 @@ def test_verbs_that_gloo_lacks_are_reported_and_skipped(comm, gloo):
     int16, float32 = list(benchmark.rows())[:2], list(benchmark.rows())[2:]
     assert all(set(row.seconds) == {OURS} for row in int16)
     assert all(set(row.seconds) == {OURS, "gloo"} and row.wrong == {OURS: 0, "gloo": 0} for row in float32)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "async": {"asynchronous": True},
-    "plan": {"plan": True},
-    "plan, async": {"plan": True, "asynchronous": True},
-    "ring": {"algorithm": "ring"},
-    "native": {"algorithm": "native"},
-    "ordinary": {"symmetric": False},
-    "fresh": {"fresh": True},
-}
 
 
 @pytest.mark.parametrize("way", WAYS)

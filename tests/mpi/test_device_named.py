@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from commlib import horovod as hvd
+from commlib.collectives.device.staging_queue import StagingQueue
 from commlib.errors import MismatchError, UsageError
 from tests.late import LATE, LateArray
 
@@ -152,7 +153,7 @@ def test_outputs_of_the_wrong_kind_are_refused() -> None:
 
 
 def test_a_missing_wait_is_detected(monkeypatch: Any) -> None:
-    monkeypatch.setattr("commlib.collectives.device.host_staging.wait_for", lambda event, on_wait: None)
+    monkeypatch.setattr(StagingQueue, "wait", lambda queue, event: None)
     with LATE.careless():
         x = LATE.put(np.ones(9, np.float32))
         (result,) = hvd.start_allreduce([x], [LATE.empty(9)], op=hvd.Sum).wait()

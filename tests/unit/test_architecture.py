@@ -178,6 +178,7 @@ DEVICE_NEUTRAL = (
     "commlib.collectives.verbs.gather", "commlib.collectives.verbs.reduce_scatter", "commlib.collectives.verbs.program",
     "commlib.collectives.host.message_call", "commlib.collectives.host.schedule_path",
     "commlib.collectives.host.native", "commlib.collectives.device.host_staging",
+    "commlib.collectives.device.staged_path",
     "commlib.collectives.device.staging_queue", "commlib.collectives.device.call",
     "commlib.p2p.lanes.staging",
 )  # fmt: skip

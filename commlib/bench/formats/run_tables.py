@@ -9,6 +9,7 @@ from commlib.bench.formats.base import Format, Heading
 from commlib.bench.formats.nccl import NcclFormat
 from commlib.bench.formats.osu import TITLES, OsuFormat
 from commlib.bench.page.runs import BenchRun, CaseEntry
+from commlib.bench.verbs import ONLY_MPI
 
 
 def lines(run: BenchRun, name: str) -> Iterator[str]:
@@ -16,7 +17,7 @@ def lines(run: BenchRun, name: str) -> Iterator[str]:
     unable: dict[str, None] = {}
     for (nodes, ranks, verb, algorithm, op), group in groupby(sorted(run.entries, key=_table), _table):
         entries = list(group)
-        if (name == "osu" and verb not in TITLES) or (name == "nccl" and verb == "barrier"):
+        if (name == "osu" and verb not in TITLES) or (name == "nccl" and verb in (*ONLY_MPI, "barrier")):
             unable[verb] = None
             continue
         plan = run.environments[-1]["plan"]

@@ -2,57 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from commlib.collectives.device.staging_queue import OnWait, Run, StagingQueue
+from commlib.collectives.context import PathContext
+from commlib.collectives.paths import PathChoice
 from commlib.devices.protocol import DeviceEvent, Stream
 from commlib.runtime.compiled_call import CompiledCall
-from commlib.runtime.progress import Progress
 from commlib.runtime.work import DeviceWork, Work
-from commlib.transport.base import WaitHook
 
 _Given = tuple[Any, Stream, DeviceEvent | None]
 """An array, its caller's stream, and the event when it is ready; None: queue the call on the caller's stream."""
 
 
-def _never() -> bool:
-    return False
+class InnerCall(Protocol):
+    """The part of a device call that runs within its staging queue's order, on this thread's current stream."""
+
+    def perform(self, x: Any, target: Any) -> Any:
+        """Run the call and return its value."""
+        ...
 
 
 class DeviceCall(CompiledCall):
-    """Run `run` after the earlier work of the caller's stream, and make that stream wait for the result.
+    """Run a call after the earlier work of the caller's stream, and make that stream wait for the result.
 
     A blocking call and `Work.wait` return when all ranks' data has arrived and the copy into the result is queued.
     """
 
-    __slots__ = ("_blocks", "_on_wait", "_only_queues", "_run", "_station")
+    __slots__ = ("_blocks", "_choices", "_context", "_inner", "_only_queues")
 
     def __init__(
         self,
-        progress: Progress,
+        context: PathContext,
         text: str,
-        station: StagingQueue,
-        run: Run,
+        inner: InnerCall | None = None,
         *,
-        blocks: bool = False,
-        only_queues: Callable[[], bool] = _never,
-        on_wait: WaitHook | None = None,
+        choices: Sequence[PathChoice] = (),
     ) -> None:
-        """`blocks`: the call blocks inside MPI, so it runs on the progress thread: nothing can interrupt it.
-
-        only_queues: returns whether the call only queues work, as far as is known. Then a blocking call queues it on
-        the caller's stream, which saves four events. on_wait: the wait hook for such a call.
-        """
-        super().__init__(progress, text)
-        self._station, self._run, self._blocks = station, run, blocks
-        self._only_queues, self._on_wait = only_queues, on_wait
+        """inner: the call; None: the first of `choices` that opens. The first call of all ranks opens it."""
+        super().__init__(context.group.progress, text)
+        self._context, self._inner, self._choices = context, inner, choices
+        # It blocks inside MPI, so it runs on the progress thread: nothing can interrupt it.
+        self._blocks = bool(choices) and any("native" in (one.path.name, one.call.algorithm) for one in choices)
+        # Then a blocking call queues its work on the caller's stream, which saves four events.
+        self._only_queues = False
+        if choices and choices[0].path.is_open(context):
+            self._choose(choices[0])
 
     def now(self, x: Any, target: Any) -> Any:
-        device = self._station.device
+        device = self._context.device
         stream = device.current()
-        if self._only_queues():
+        if self._only_queues:
             return super().now((x, stream, None), target)[0]
         given = x, stream, stream.record()
         if self._blocks:
@@ -63,7 +64,7 @@ class DeviceCall(CompiledCall):
         return value
 
     def start(self, x: Any, target: Any, *, value: Any = None, deliver: Callable[[Any], Any] | None = None) -> Work:
-        device = self._station.device
+        device = self._context.device
         stream = device.current()
         given = x, stream, stream.record()
         work = DeviceWork(self.text, device)
@@ -74,13 +75,22 @@ class DeviceCall(CompiledCall):
 
         return self._progress.start(self.text, run, work=work)
 
-    def run_in(self, x: Any, target: Any, on_wait: OnWait) -> Any:
-        """Run it within another call of the same staging queue."""
-        return self._run(x, target, on_wait)
-
     def perform(self, x: _Given, target: Any) -> tuple[Any, DeviceEvent | None]:
         array, stream, ready = x
+        run = self._open if self._inner is None else self._inner.perform
         if ready is None:
-            assert self._on_wait is not None
-            return self._station.run_on_stream(stream, self._run, array, target, self._on_wait), None
-        return self._station.run(self.text, self._run, array, ready, target)
+            return self._context.queue.run_on_stream(stream, run, array, target), None
+        return self._context.queue.run(self.text, run, array, ready, target)
+
+    def _open(self, x: Any, target: Any) -> Any:
+        """Run the call by the first path that is available on all ranks, and keep to that."""
+        for choice in self._choices:
+            if choice.path.open(self._context, self.text):
+                return self._choose(choice).perform(x, target)
+        refused = self._choices[-1]
+        raise refused.error(refused.path.refusal(self._context, refused.verb, refused.call))
+
+    def _choose(self, choice: PathChoice) -> InnerCall:
+        self._inner = choice.compile(self._context)
+        self._only_queues = choice.path.only_queues
+        return self._inner

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from commlib.collectives.device.node import DevicePeers
-from commlib.collectives.device.staging_queue import OnWait, StagingQueue
+from commlib.collectives.context import PathContext
 from commlib.collectives.operands import Result, copy_if_overlapping, result
 from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import address, device_named, overlap
@@ -27,14 +26,12 @@ from commlib.schedule.ir import Program
 from commlib.schedule.layout import uneven
 
 
-class ScatterOwner(Protocol):
-    """The owner of a call: its group, and the staging queue and peers on each device."""
+class ContextOwner(Protocol):
+    """The owner of a call: its group, and the contexts of its devices."""
 
     group: Group
 
-    def station(self, device: Device) -> StagingQueue: ...
-
-    def peers(self, device: Device) -> DevicePeers: ...
+    def context(self, device: Device) -> PathContext: ...
 
 
 def make_result_for(name: str, streams: Mapping[str, Any]) -> Callable[[Any, tuple[int, ...], Any, str], Result]:
@@ -58,7 +55,7 @@ def make_result_for(name: str, streams: Mapping[str, Any]) -> Callable[[Any, tup
 
 
 def scatter_by_messages(
-    calls: ScatterOwner,
+    calls: ContextOwner,
     steps: Program,
     text: str,
     array: DeviceArray | None,
@@ -79,20 +76,20 @@ def scatter_by_messages(
         whole = np.empty(layout.count, dtype)
         group.execute(steps, [[Region(whole, layout)]], text, part=2)
         return
-    station = calls.station(own.device)
+    queue = calls.context(own.device).queue
 
-    def run(x: DeviceArray | None, target: DeviceArray | None, on_wait: OnWait) -> None:
+    def run(x: DeviceArray | None, target: DeviceArray | None) -> None:
         whole = own.empty((layout.count,), dtype) if x is None else x.reshape(-1)
         group.execute(steps, [[Region(whole, layout)]], text, part=2)
         if target is not None:
             target[:] = copy_if_overlapping(whole[start:stop], target)
-            wait_for(station.device.current().record(), on_wait)
+            queue.wait(queue.device.current().record())
 
-    station.run(text, run, array, streams[own.device.name].record(), part)
+    queue.run(text, run, array, streams[own.device.name].record(), part)
 
 
 def scatter_between_devices(
-    calls: ScatterOwner,
+    calls: ContextOwner,
     text: str,
     name: str,
     root: int,
@@ -108,13 +105,14 @@ def scatter_between_devices(
     """
     group, (shape, dtype) = calls.group, shape_and_dtype
     device = _own_device(name, streams)
-    able = device is not None and calls.peers(device).may_exchange
+    able = device is not None and calls.context(device).peers.may_exchange
     if not group.open().board.barrier(1 + able, group.watch(text)) or device is None or not able:
         return False
-    peers, station, watch = calls.peers(device), calls.station(device), group.watch(text)
+    context, watch = calls.context(device), group.watch(text)
+    peers = context.peers
 
-    def run(x: DeviceArray | None, target: DeviceArray | None, on_wait: OnWait) -> bool:
-        if peers.open(text, on_wait) is None:
+    def run(x: DeviceArray | None, target: DeviceArray | None) -> bool:
+        if peers.open(text) is None:
             return False
         into = device.wrap(device.empty(shape, dtype), "scatter").reshape(-1) if target is None else target
         layout = uneven([into.size] * group.size)
@@ -126,7 +124,7 @@ def scatter_between_devices(
         wait_for(device.current().record(), watch)
         return True
 
-    moved, _ = station.run(text, run, array, streams[name].record(), part)
+    moved, _ = context.queue.run(text, run, array, streams[name].record(), part)
     return bool(moved)
 
 

@@ -22,9 +22,7 @@ LAST = 5.0
 # Abandoned memory that a device may still read or write. It must never be freed.
 _LEFT_BEHIND: list[Any] = []
 
-OnWait = Callable[[], None]
-
-Run = Callable[[Any, Any, OnWait], Any]
+Run = Callable[[Any, Any], Any]
 """Run a call on a source and a target of the device, on this thread's current stream; return its value."""
 
 
@@ -40,12 +38,11 @@ class StagingQueue:
         self._stream, self.copy_stream = device.stream(), device.stream()
         """The second stream copies to the device while the first copies from it. A call ends when both are done."""
         self._done: DeviceEvent | None = None  # after the last call's queued work
-        self._moved: DeviceEvent | None = (
-            None  # the same for calls on their callers' streams: one event, recorded again each time
-        )
+        self._moved: DeviceEvent | None = None  # the same for calls on their callers' streams: recorded again each time
         self._blocks: dict[int, Array] = {}
         # The arrays of calls whose work may still run: their memory must not be reused.
         self._held: deque[tuple[DeviceEvent, Any]] = deque()
+        self._text = ""  # of the running call
         self.let_go: Callable[[], None] | None = None
         """A function that ends the stream's waits for other ranks."""
 
@@ -56,21 +53,22 @@ class StagingQueue:
         with self.device.using(self._stream):
             self._stream.wait(ready)
             self._await_last(self._stream)
+            self._text = text
             try:
-                value = run(x, target, self._group.watch(f"{text}: copies to and from {self.device.name}", ()))
+                value = run(x, target)
             finally:
                 done = self._done = self._stream.record()
                 self._held.append((done, (x, target)))
         return value, done
 
-    def run_on_stream(self, stream: Stream, run: Run, x: Any, target: Any, on_wait: OnWait) -> Any:
+    def run_on_stream(self, stream: Stream, run: Run, x: Any, target: Any) -> Any:
         """Run a call that only queues work, on its caller's stream; return its value."""
         self._await_last(stream)
         try:
             if stream == self.device.current():
-                return run(x, target, on_wait)
+                return run(x, target)
             with self.device.using(stream):
-                return run(x, target, on_wait)
+                return run(x, target)
         finally:
             self._done = self._moved = stream.record(self._moved)
 
@@ -79,11 +77,16 @@ class StagingQueue:
         if self._done is not None:
             stream.wait(self._done)
 
-    def block(self, number: int, nbytes: int, on_wait: OnWait) -> Array:
+    def wait(self, event: DeviceEvent) -> None:
+        """Block until the device's work before `event` is done, within the running call."""
+        if not event.done():
+            wait_for(event, self._group.watch(f"{self._text}: copies to and from {self.device.name}", ()))
+
+    def block(self, number: int, nbytes: int) -> Array:
         """Return a host staging buffer (uint8). The same number returns the same memory, unless it has to grow."""
         block = self._blocks.get(number)
         if block is None or len(block) < nbytes:
-            wait_for(self._stream.record(), on_wait)  # the device may still use the old block
+            self.wait(self._stream.record())  # the device may still use the old block
             block = self._blocks[number] = self.device.staging(nbytes)
         return block[:nbytes]
 

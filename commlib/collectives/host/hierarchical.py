@@ -14,12 +14,13 @@ import numpy as np
 
 from commlib.buffers.views import address_of
 from commlib.collectives.call import Call
+from commlib.collectives.context import PathContext
 from commlib.collectives.executor import CallPiece, run
 from commlib.collectives.host.message_call import MessageCall
 from commlib.collectives.host.node_exchanges import LocalCopy, copies_of, group_transfers, make_exchanges
 from commlib.collectives.host.schedule_path import make_persistent_move
 from commlib.collectives.host.small_all_reduce import small_all_reduce
-from commlib.collectives.paths import Move, Verb
+from commlib.collectives.paths import Move, Path, Verb
 from commlib.collectives.rails import Rails
 from commlib.dtypes import WORKING, Array
 from commlib.execution.accumulation import Accumulation, is_in_halves, is_widened, wide_dtype
@@ -40,18 +41,20 @@ ArrayMove = tuple[NodeCollective | LocalCopy, Buffer, Buffer]
 """An exchange or copies, and the names of the arrays that it reads and writes."""
 
 
-class Hierarchical:
-    """The `paths.Path` for groups on several nodes."""
+class HierarchicalPath(Path):
+    """The path for groups on several nodes."""
 
-    name, is_automatic, takes_devices = "hierarchical", True, False
+    name = "hierarchical"
 
-    def refusal(self, group: Group, verb: Verb, call: Call) -> str:
+    def refusal(self, context: PathContext, verb: Verb, call: Call) -> str:
+        group = context.group
         if not group.is_hierarchical:
             return f"{group.name} is on one node, has one rank on each, or COMMLIB_NODE_PATH=0"
         return "" if verb.hierarchical is not None else "it has no hierarchical implementation"
 
-    def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
+    def compile(self, context: PathContext, verb: Verb, call: Call) -> CompiledCall:
         assert verb.hierarchical is not None
+        group = context.group
         return MessageCall(group, call.text, _make_move(group, call, verb.hierarchical(call, group.size)))
 
 

@@ -5,34 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 from commlib.collectives.call import Call
+from commlib.collectives.context import PathContext
 from commlib.collectives.host.message_call import BlockingCall, MessageCall
-from commlib.collectives.paths import Verb
+from commlib.collectives.paths import Path, Verb, refuse_device_memory
 from commlib.devices.array import DeviceArray
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import BITWISE, Array, kernel_operation, name_of
 from commlib.execution.accumulation import Accumulation, is_widened
-from commlib.group.group import Group
 from commlib.runtime.compiled_call import CompiledCall
 
 
-class Native:
-    """A `paths.Path`, used only if `algorithm="native"` selects it."""
+class NativePath(Path):
+    """The path by MPI, used only if `algorithm="native"` or measured times select it."""
 
     name, is_automatic, takes_devices = "native", False, True
 
-    def refusal(self, group: Group, verb: Verb, call: Call) -> str:
+    def refusal(self, context: PathContext, verb: Verb, call: Call) -> str:
         if verb.name != "all_reduce":
             return "it supports only all_reduce"
-        if group.native is None:
+        if context.group.native is None:
             return "it needs MPI, and this communicator does not use MPI"
         dtype = name_of(call.dtype)
         if is_widened(call.dtype, call.op):
             return f"MPI cannot reduce {dtype} by {kernel_operation(dtype, call.op)} without losing digits"
-        return ""
+        return refuse_device_memory(context)
 
-    def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
+    def compile(self, context: PathContext, verb: Verb, call: Call) -> CompiledCall:
         from mpi4py import MPI
 
+        group = context.group
         mpi_op = _operation(MPI, call)
         piece = max(1, group.config.native_kib * 1024 // call.dtype.itemsize)
 

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from commlib.collectives.call import Call
-from commlib.collectives.paths import Verb
+from commlib.collectives.context import PathContext
+from commlib.collectives.paths import Path, Verb
 from commlib.execution.reduce_function import ReduceFunction
 from commlib.group.group import Group
 from commlib.node.collective import NodeCollective
@@ -14,17 +15,19 @@ from commlib.node.context import NodeContext
 from commlib.runtime.compiled_call import CompiledCall
 
 
-class NodePath:
-    """The `paths.Path` through a node's shared memory."""
+class NodePath(Path):
+    """The path through a node's shared memory."""
 
-    name, is_automatic, takes_devices = "node", True, False
+    name = "node"
 
-    def refusal(self, group: Group, verb: Verb, call: Call) -> str:
+    def refusal(self, context: PathContext, verb: Verb, call: Call) -> str:
+        group = context.group
         if not group.shares_memory:
             return f"{group.name} has no shared memory: its ranks are on several nodes, or COMMLIB_NODE_PATH=0"
         return "" if verb.exchange or verb.on_node else "it has no shared-memory implementation"
 
-    def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
+    def compile(self, context: PathContext, verb: Verb, call: Call) -> CompiledCall:
+        group = context.group
         return _compile(verb, call, group.open()) if group.is_open else Opening(group, verb, call)
 
 

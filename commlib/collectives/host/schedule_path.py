@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from commlib.collectives.call import Call
+from commlib.collectives.context import PathContext
 from commlib.collectives.host.message_call import MessageCall
-from commlib.collectives.paths import Move, Verb
+from commlib.collectives.paths import Move, Path, Verb, refuse_device_memory, refuse_mean_of_halves
 from commlib.cost.chooser import Choice, LinkKind
+from commlib.cost.records import BEYOND_SCHEDULES
 from commlib.dtypes import Array
 from commlib.execution.persistent_programs import PersistentAllReduce
 from commlib.group.group import Group
@@ -16,16 +19,26 @@ from commlib.schedule import find, program
 from commlib.schedule.ir import Program
 
 
-class ScheduledPath:
-    """The `paths.Path` of message schedules. It runs every call."""
+class SchedulePath(Path):
+    """The path of message schedules. It runs every call, on device arrays if the transport accepts their memory."""
 
-    name, is_automatic, takes_devices = "", True, True
+    name, takes_devices = "messages", True
 
-    def refusal(self, group: Group, verb: Verb, call: Call) -> str:
-        return ""
+    def is_named(self, call: Call) -> bool:
+        if call.algorithm == "host":  # a path of device arrays
+            return not call.device
+        return call.algorithm not in BEYOND_SCHEDULES
 
-    def compile(self, group: Group, verb: Verb, call: Call) -> CompiledCall:
-        return MessageCall(group, call.text, verb.messages(group, call))
+    def refusal(self, context: PathContext, verb: Verb, call: Call) -> str:
+        return refuse_mean_of_halves(context, call) or refuse_device_memory(context)
+
+    def is_open(self, context: PathContext) -> bool:
+        return not refuse_device_memory(context)
+
+    def compile(self, context: PathContext, verb: Verb, call: Call) -> CompiledCall:
+        if call.algorithm == self.name and not context.on_host:
+            call = replace(call, algorithm="auto")
+        return MessageCall(context.group, call.text, verb.messages(context.group, call))
 
 
 def choose(group: Group, verb: str, algorithm: str, size: int, nbytes: int, *, sharing: int = 1) -> Choice:
@@ -33,7 +46,7 @@ def choose(group: Group, verb: str, algorithm: str, size: int, nbytes: int, *, s
 
     sharing: how many such groups share a node's network card. Raises UsageError for an unknown algorithm.
     """
-    among = None if algorithm in ("auto", "node", "hierarchical") else (find(verb, algorithm).name,)
+    among = None if algorithm == "auto" else (find(verb, algorithm).name,)
     kind: LinkKind = "node" if group.one_node else "network"
     return group.runtime.chooser.choose(verb, size, nbytes, kind=kind, sharing=sharing, among=among)
 

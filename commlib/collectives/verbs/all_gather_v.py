@@ -8,9 +8,9 @@ import numpy as np
 
 from commlib.collectives.call import Call
 from commlib.collectives.call_table import Calls, PreparedCall, return_value
-from commlib.collectives.device.host_staging import make_device_call
-from commlib.collectives.device.staging_queue import OnWait
-from commlib.collectives.device.uneven_exchange import gather_rows, run_between_devices
+from commlib.collectives.device.call import DeviceCall, InnerCall
+from commlib.collectives.device.host_staging import StagedResult
+from commlib.collectives.device.uneven_exchange import NodeExchange, RowGather
 from commlib.collectives.host.gathering import gather_counts, gather_parts
 from commlib.collectives.host.message_call import MessageCall
 from commlib.collectives.operands import allocate_like, rows, source
@@ -35,12 +35,8 @@ def all_gather_v(calls: Calls, x: Any) -> PreparedCall:
     call = MessageCall(group, text, move, flat=False)
     if type(array) is not DeviceArray:
         return PreparedCall(call, array, array, return_value, x=x)
-    station, peers = calls.station(array.device), calls.peers(array.device)
-    device_call = make_device_call(group, station, call)
-    if peers.may_exchange:
-
-        def gather(x: DeviceArray, on_wait: OnWait) -> Any:
-            return group.perform_call(text, gather_rows, *peers.opened(), group, text, x, on_wait)
-
-        device_call = run_between_devices(peers, station, text, gather, device_call)
-    return PreparedCall(device_call, array, array, return_value, x=x)
+    context = calls.context(array.device)
+    inner: InnerCall = call if group.transport.accepts(device) else StagedResult(context.queue, call)
+    if context.peers.may_exchange:
+        inner = NodeExchange(context.peers, text, RowGather(context.peers, text), inner)
+    return PreparedCall(DeviceCall(context, text, inner), array, array, return_value, x=x)

@@ -11,11 +11,10 @@ import numpy as np
 
 from commlib.collectives.call import Call
 from commlib.collectives.call_table import Calls, check_bound
-from commlib.collectives.device.call import DeviceCall
-from commlib.collectives.device.host_staging import make_device_call
-from commlib.collectives.device.node import DevicePeers
-from commlib.collectives.device.staging_queue import OnWait, StagingQueue
-from commlib.collectives.device.uneven_exchange import exchange_rows, run_between_devices
+from commlib.collectives.device.call import DeviceCall, InnerCall
+from commlib.collectives.device.host_staging import StagedResult
+from commlib.collectives.device.peers import DevicePeers
+from commlib.collectives.device.uneven_exchange import NodeExchange, exchange_rows
 from commlib.collectives.host.message_call import MessageCall
 from commlib.collectives.host.schedule_path import own_program
 from commlib.collectives.host.uneven_messages import exchange
@@ -120,13 +119,14 @@ def all_to_all_v(calls: Calls, x: Any, splits: Any, takes: Any, out: Any) -> Une
         direct = group.transport.accepts(call.device)
         inner = _MessageExchange(group, call.text) if direct else _compile(group, call.text, *kind, known)
         whole = _DeviceExchange(group, inner, deal if direct else RowCounts(sending, taking, None), target)
-        device_call = make_device_call(
-            group, calls.station(array.device), whole, None if target is None else target.array
-        )
-        peers = calls.peers(array.device)
-        if peers.may_exchange:
-            device_call = _between_devices(peers, calls.station(array.device), call.text, deal, device_call)
-        return UnevenCall(device_call, array, array, deal, x)
+        context, text = calls.context(array.device), whole.text
+        moved: InnerCall = whole
+        if not direct:
+            moved = StagedResult(context.queue, whole, None if target is None else target.array)
+        if context.peers.may_exchange:
+            text = call.text + _COUNTED * known
+            moved = NodeExchange(context.peers, text, _ExchangeBetweenDevices(context.peers, text, deal), moved)
+        return UnevenCall(DeviceCall(context, text, moved), array, array, deal, x)
     compiled = _compile(group, call.text, *kind, known)
     if isinstance(compiled, UnevenExchange):
         calls.uneven[array.dtype, array.shape[1:], known] = compiled
@@ -222,24 +222,24 @@ class _Opening(CompiledCall):
         return result_of(self._made.perform(x, parts), parts)
 
 
-def _between_devices(
-    peers: DevicePeers, station: StagingQueue, text: str, deal: RowCounts, otherwise: DeviceCall
-) -> DeviceCall:
-    group, full_text = peers.group, text + _COUNTED * (deal.takes is not None)
+@dataclass(frozen=True, slots=True)
+class _ExchangeBetweenDevices:
+    """The exchange between the devices of a node for one rank's counts."""
 
-    def move(x: DeviceArray, on_wait: OnWait) -> Any:
-        board, open_slots = peers.opened()
-        return exchange_rows(board, open_slots, group, full_text, x, deal.splits, deal.takes, deal.result, on_wait)
+    peers: DevicePeers
+    text: str
+    deal: RowCounts
 
-    def checked(x: DeviceArray, on_wait: OnWait) -> Any:
-        result, received = group.perform_call(full_text, move, x, on_wait)
+    def perform(self, x: Any, target: Any) -> Any:
+        group, deal = self.peers.group, self.deal
+        result, received = group.perform_call(
+            self.text, exchange_rows, self.peers, self.text, x, deal.splits, deal.takes, deal.result
+        )
         counts = received.tolist()
         if deal.takes is not None and counts != deal.takes:
             raise make_counts_error(group.name, group.rank, counts, deal.takes, deal.splits, deal.splits)
         _check_fit(group, received, deal.result)
         return result, received
-
-    return run_between_devices(peers, station, full_text, checked, otherwise)
 
 
 class _DeviceExchange(CompiledCall):

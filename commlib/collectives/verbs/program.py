@@ -13,9 +13,7 @@ from commlib.devices.array import DeviceArray
 
 
 def program(calls: Calls, text: str, run: Callable[[], Any], on: Any = None) -> PreparedCall:
-    whole = MessageCall(calls.group, text, lambda *_: run())
+    whole = MessageCall(calls.group, text, lambda *_: run(), flat=False)
     if type(on) is not DeviceArray:
         return PreparedCall(whole, NOTHING, NOTHING, return_value)
-    station = calls.station(on.device)
-    call = DeviceCall(calls.group.progress, text, station, lambda *_: whole.perform(NOTHING, NOTHING))
-    return PreparedCall(call, on, on, return_value)
+    return PreparedCall(DeviceCall(calls.context(on.device), text, whole), on, on, return_value)

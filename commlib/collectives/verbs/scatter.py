@@ -67,7 +67,7 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Prepar
             scatter_by_messages(calls, steps, text, whole, part, (shape, dtype), current)
             return given, refused
         target = result(None, shape, dtype, "scatter") if given is None or device else given
-        array = fetch(calls, array, text) if type(array) is DeviceArray else array
+        array = fetch(calls.context(array.device).queue, array, text) if type(array) is DeviceArray else array
         layout = uneven([target.flat.size] * group.size)
         if on_node:
             _on_node(group, text, array.reshape(-1) if at_root else None, target.flat, root)
@@ -77,7 +77,7 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Prepar
             start, stop = layout.slice_of(group.rank)
             target.flat[...] = flat[start:stop]
         if given is not None and given is not target:
-            deliver(calls, given.flat, target.flat, text, current[device])
+            deliver(calls.context(given.array.device).queue, given.flat, target.flat, text, current[device])
         return given, refused
 
     return PreparedCall(MessageCall(group, text, move, flat=False), array, array, _deliver, x=x if at_root else None)

@@ -40,7 +40,13 @@ def collective(verb, cases_):
             result = combined(xs, case.op)
         elif verb == "reduce_scatter":
             result = np.split(combined(xs, case.op), RANKS)[rank]
-        elif verb in ("all_gather", "gather"):
+        elif verb == "reduce_scatter_v":
+            result = np.split(combined(xs, case.op), np.cumsum(case.parts)[:-1])[rank]
+        elif verb == "scan":
+            result = combined(xs[: rank + 1], case.op)
+        elif verb == "exscan":
+            result = combined(xs[: max(1, rank)], case.op)  # undefined on rank 0
+        elif verb in ("all_gather", "all_gather_v", "gather"):
             result = np.concatenate(xs)
         elif verb == "broadcast":
             result = xs[ROOT]
@@ -85,7 +91,7 @@ def test_a_collective_that_does_nothing_is_wrong_everywhere(verb):
         assert all(case.wrong() > len(case.out) // 2 for case in cases_)
         return
     for case in cases_:
-        if case.out is None or (verb == "broadcast" and case.rank == ROOT):
+        if case.wanted is None or (verb == "broadcast" and case.rank == ROOT):
             assert case.wrong() == 0
         else:
             assert case.wrong() == len(case.out)
@@ -99,7 +105,7 @@ def test_single_wrong_elements_are_counted(verb):
         if case.out is not None:
             case.out[0] += 1
             case.out[-1] = np.nan
-            assert case.wrong() == 2
+            assert case.wrong() == (0 if case.wanted is None else 2)
 
 
 def test_a_shifted_or_swapped_block_is_wrong():
@@ -138,6 +144,23 @@ def test_an_uneven_exchange_has_uneven_parts():
         list(column) for column in zip(*(case.splits for case in cases_), strict=True)
     ]
     assert all((case.count, case.nbytes) == (41, 41 * 6 * 4) for case in cases_)  # the count of the smallest part
+
+
+def test_uneven_parts_grow_with_the_rank():
+    for verb in ("all_gather_v", "reduce_scatter_v"):
+        cases_ = make(verb, 1000)
+        assert all((case.parts, case.nbytes) == ([41, 82, 123], 41 * 6 * 4) for case in cases_)
+        lengths = [len(case.x if verb == "all_gather_v" else case.out) for case in cases_]
+        assert lengths == [41, 82, 123]
+
+
+def test_what_a_verb_without_out_returns_is_checked():
+    cases_ = make("all_gather_v", 1000)
+    result = np.concatenate([case.x for case in cases_])
+    assert [case.wrong(result) for case in cases_] == [0] * RANKS
+    assert cases_[0].wrong(result[1:]) == len(result)
+    assert cases_[0].wrong(np.roll(result, 1)) > len(result) // 2
+    assert cases_[0].wrong() == len(result)  # out was not written
 
 
 def test_only_the_root_has_root_data():

@@ -91,7 +91,7 @@ def test_fresh_data_is_written_before_each_call_and_outside_the_time(clock):
     assert write.number == 4 + 30
 
 
-def test_rounds_alternate():
+def test_every_second_round_is_in_the_opposite_order():
     order = []
 
     def burst(name):
@@ -101,9 +101,9 @@ def test_rounds_alternate():
 
         return run
 
-    figures = list(measure.rounds({"a": burst("a"), "b": burst("b")}, 2))
-    assert order == ["a", "b", "a", "b"]
-    assert figures == [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 4.0}]
+    figures = list(measure.rounds({"a": burst("a"), "b": burst("b")}, 3))
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert figures == [{"a": 1.0, "b": 2.0}, {"a": 4.0, "b": 3.0}, {"a": 5.0, "b": 6.0}]
 
 
 PASSES = {

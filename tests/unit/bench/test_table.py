@@ -37,10 +37,13 @@ def test_columns_and_cells():
     }
 
 
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce_scatter_v", "reduce", "scan", "exscan")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_verb_has_the_columns_that_apply(verb):
     titles = [column.title for column in table.columns(VERBS[verb], ["mpi"], bound=True)]
-    assert ("redop" in titles) == (verb in ("all_reduce", "reduce_scatter", "reduce"))
+    assert ("redop" in titles) == (verb in REDUCTIONS)
     assert ("root" in titles) == (verb in ("broadcast", "reduce", "gather", "scatter"))
     assert ("size B" in titles) == ("busbw GB/s" in titles) == (verb != "barrier")
     assert titles[-2:] == ["mpi us", "ratio"]

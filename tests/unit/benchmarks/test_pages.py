@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import page_tables as tables
 from benchmarks import pages
 from benchmarks.page_text import bytes_text, inner, range_text, spread_text, time_text
 
@@ -82,6 +83,23 @@ def test_a_verb_of_the_command() -> None:
     text = written("node", bench)
     assert "## bench all_gather, 2 ranks, Some MPI 1: `all_gather --peer mpi`" in text
     assert "| 1 Mi | 100 us | 2.00 (2.00-2.00) | 50% |" in text
+
+
+def test_every_verb_has_all_cells_and_marks_the_slow_ones() -> None:
+    row = {"verb": "scan", "memory": "ordinary", "bytes": 1024, "wrong": {"blocking": 0, "planned": 0, "mpi": 0}}
+    seconds = {"blocking": [2e-6] * 3, "planned": [1e-6] * 3, "mpi": [1.5e-6] * 3}
+    barrier = {"verb": "barrier", "memory": "ordinary", "bytes": 0, "wrong": {}, "seconds": {}}
+    bench = record("commlib bench all", {"forms": ["blocking", "planned"]}, rows=[{**row, "seconds": seconds}, barrier])
+    bench["facts"] = {**FACTS, "command": ["bench", "all", "--json", "somewhere", "--rounds", "3"]}
+    text = written("verbs", bench)
+    assert "## bench all, 2 ranks, Some MPI 1: `all --rounds 3`" in text
+    assert "### blocking, ordinary arrays\n\n| bytes | scan | barrier |" in text
+    assert "| - |  | unmeasured |\n| 1K | **2.00:1.50** |  |" in text
+    assert "### planned, ordinary arrays" in text and "| 1K | 1.00:1.50 |  |" in text
+    assert "**1 of 4 cells reach the goal, 1 slow, 2 unmeasured.**" in text
+    assert written("verbs", bench, bench).count("| 1K | 1.00:1.50 |  |") == 1
+    summary = tables.all_verbs_summary([bench], "verbs.md")
+    assert "| Some MPI 1 | 2 | blocking | ordinary | 0 of 2 | scan 1024 B: 1.3 times its goal |" in summary
 
 
 def test_channels_are_separate_on_a_node_and_between_hosts() -> None:
@@ -221,7 +239,19 @@ def test_missing_results_are_reported() -> None:
 def test_a_folder_gives_pages(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record("codecs", figures={"int8": {"encode": 1.0}})))
     pages_ = pages.pages(tmp_path)
-    names = ("node", "hosts", "named", "training", "pipeline", "tensor", "moe", "gpu", "timeline", "compression")
+    names = (
+        "node",
+        "verbs",
+        "hosts",
+        "named",
+        "training",
+        "pipeline",
+        "tensor",
+        "moe",
+        "gpu",
+        "timeline",
+        "compression",
+    )
     assert set(pages_) == {f"{name}.md" for name in names}
     assert "int8" in pages_["compression.md"] and "int8" not in pages_["node.md"]
 

@@ -220,7 +220,7 @@ def reduce_once(comm):
 
 def test_a_missing_wait_of_the_host_is_detected(monkeypatch, slowly):
     run(2, reduce_once, config=CONFIG)
-    monkeypatch.setattr("commlib.collectives.device.host_staging.wait_for", lambda event, on_wait: None)
+    monkeypatch.setattr(StagingQueue, "wait", lambda queue, event: None)
     with pytest.raises(AssertionError):
         run(2, reduce_once, config=CONFIG)
 

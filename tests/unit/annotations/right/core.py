@@ -26,7 +26,7 @@ assert_type(comm.send_recv(b"any bytes", 1, x, 1), NDArray[np.float32])
 
 on_device: Any = comm.empty(8, "float32", "cuda")
 assert_type(comm.all_reduce(on_device, algorithm="nccl"), Any)
-for algorithm in comm.ways():
+for algorithm in comm.paths():
     comm.all_reduce(on_device, algorithm=algorithm)
 
 assert_type(comm.scan(x, "max"), NDArray[np.float32])

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from commlib.collectives.device.table import order_by_times
+from commlib.collectives import call_table
+from commlib.collectives.host.message_call import MessageCall
+from commlib.collectives.paths import Path, order_by_times
 from commlib.communicator import Communicator
 from commlib.config.settings import Config
 from commlib.cost.chooser import Chooser
 from commlib.cost.records import Entry, MeasuredTime
 from commlib.cost.table import Table
-from commlib.errors import MismatchError, UsageError
+from commlib.errors import MismatchError, PeerError, UsageError
 from commlib.tune import measure, stopwatch
 from tests.bodies import loopback
 from tests.late import LATE
@@ -105,30 +108,24 @@ def test_available_paths_are_listed(
 ) -> None:
     monkeypatch.setattr(LATE, "has_reach", is_reached)
     size = 2 if nodes is None else len(nodes)
-    paths = run(size, lambda comm: comm.ways(LATE), config=config, devices=devices, nodes=nodes)
+    paths = run(size, lambda comm: comm.paths(LATE), config=config, devices=devices, nodes=nodes)
     assert paths == [expected] * size
 
 
-class StandIn:
+class StandIn(Path):
     """An available stand-in for the NCCL path, which records its calls."""
 
-    name, refusal, is_open, only_queues = "nccl", "", True, False
+    name, takes_devices = "nccl", True
 
-    def __init__(self, group: Any, device: Any) -> None:
-        self._size = group.size
+    def refusal(self, context: Any, verb: Any, call: Any) -> str:
+        return ""
 
-    def takes(self, verb: Any, call: Any) -> bool:
-        return True
-
-    def open(self, text: str, on_wait: Any) -> bool:
-        return True
-
-    def run(self, verb: Any, call: Any) -> Any:
-        def run(x: Any, target: Any, on_wait: Any) -> None:
-            LATE.kernels.fill(target, self._size)
+    def compile(self, context: Any, verb: Any, call: Any) -> Any:
+        def run(x: Any, target: Any) -> None:
+            LATE.kernels.fill(target, context.group.size)
             used_calls.append(verb.name)
 
-        return run
+        return MessageCall(context.group, call.text, run)
 
 
 used_calls: list[str] = []
@@ -148,7 +145,8 @@ def test_nccl_comes_first_between_nodes_without_measurements(
     monkeypatch: pytest.MonkeyPatch, nodes: Any, timed: bool, by_nccl: bool
 ) -> None:
     """Paths on rails were preferred to NCCL, though they had never run on several GPUs."""
-    monkeypatch.setattr("commlib.collectives.device.table.Nccl", StandIn)
+    paths = tuple(StandIn() if path.name == "nccl" else path for path in call_table.PATHS)
+    monkeypatch.setattr(call_table, "PATHS", paths)
     used_calls.clear()
 
     def rank(comm: Communicator) -> None:
@@ -241,7 +239,7 @@ def test_an_unavailable_path_is_refused_by_name() -> None:
         with pytest.raises(UsageError, match="all_reduce has no algorithm 'host'"):
             comm.all_reduce(np.ones(3, np.float32), algorithm="host")
         with pytest.raises(UsageError, match="needs a device of kind 'lte', but this rank has none"):
-            comm.ways("lte")
+            comm.paths("lte")
         summed(comm)  # and the group stays usable
 
     run(2, rank, config=Config(timeout=10, device_peers=False))
@@ -257,10 +255,10 @@ def test_naming_different_paths_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "nodes", "ways"),
+    ("devices", "nodes", "paths"),
     [((), None, {"node", "host"}), (("late",), None, {"node", "ring", "host"}), ((), [0, 0, 1, 1], {"hierarchical"})],
 )
-def test_paths_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: Any, ways: set[str]) -> None:
+def test_paths_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: Any, paths: set[str]) -> None:
     """All ranks get the same table; a call takes the winner of its verb."""
     monkeypatch.setattr(measure, "DEVICE_SIZES", (1024, 4096))
     monkeypatch.setattr(stopwatch, "MOST_REPETITIONS", 1)
@@ -282,4 +280,26 @@ def test_paths_are_measured(monkeypatch: pytest.MonkeyPatch, devices: Any, nodes
         assert {t.up_to for t in entry.times} == {2048, 8192}
         assert "native" not in {t.algorithm for t in entry.times}  # there is no MPI
         if entry.verb == "all_reduce":
-            assert {t.algorithm for t in entry.times} >= ways
+            assert {t.algorithm for t in entry.times} >= paths
+
+
+def test_an_asynchronous_call_notices_a_rank_that_left() -> None:
+    """Its wait for the other ranks was watched like a copy: without comparisons, it ended only by the timeout."""
+    over = threading.Event()
+
+    def rank(comm: Communicator) -> None:
+        x = LATE.empty((1 << 15,))  # so large that the ranks compare where it is
+        LATE.kernels.fill(LATE.wrap(x, "x"), 1)
+        comm.all_reduce(x, out=x)
+        comm.barrier()
+        if comm.rank:
+            comm.group.leave("has left")
+            over.wait(10)
+            return
+        try:
+            with pytest.raises(PeerError, match="rank 1 has left"):
+                comm.all_reduce_async(x, out=x).wait()
+        finally:
+            over.set()
+
+    run(2, rank, config=Config(timeout=10, device_slot_kib=64, check="never"))
