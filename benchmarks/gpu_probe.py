@@ -99,11 +99,13 @@ class Probe:
             return
 
         def share() -> None:
-            device.share(self._nbytes, group.rank, group.gather_objects).close()
+            device.share(self._nbytes, group.rank, group.programs.gather_objects).close()
 
         def open_board() -> DeviceBoard:
             context, memory = group.open(), group.symmetric_on(device)
-            return DeviceBoard.make(device, context.board, memory, group.transport, group.gather_objects, lambda: None)
+            return DeviceBoard.make(
+                device, context.board, memory, group.transport, group.programs.gather_objects, lambda: None
+            )
 
         self._try("memory of other ranks' GPUs is opened (IPC)", share)
         board = self._try("streams meet (cuStreamBatchMemOp)", open_board)

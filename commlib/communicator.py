@@ -218,7 +218,7 @@ class Communicator:
 
     def watch(self, text: str) -> Callable[[], None]:
         """Return a function to poll while this rank waits outside a collective; it raises to end the wait."""
-        return self.group.watch(text, ())
+        return self.group.waits.watch(text, ())
 
     def paths(self, device: Any = "cuda") -> tuple[AlgorithmName, ...]:
         """Return the names of the paths that can move a device's arrays, in order of preference.

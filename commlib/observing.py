@@ -118,4 +118,4 @@ def mark_step() -> None:
 
     Not needed if `DistributedOptimizer` reduces the gradients, or if the model is a pipeline.
     """
-    world().group.journal.step("user")
+    world().group.progress.journal.step("user")

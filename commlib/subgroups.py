@@ -51,7 +51,7 @@ class Subgroups(Generic[C]):
 
         def run() -> list[C | None]:
             numbers = [next(self._numbers) for _ in requests]  # the same on all ranks, even after calls that differed
-            self._group.runtime.retired.free(self._group.gather_objects)  # now that all ranks have arrived
+            self._group.runtime.retired.free(self._group.programs.gather_objects)  # now that all ranks have arrived
             return [self._child(*request, number) for request, number in zip(requests, numbers, strict=True)]
 
         text = ", ".join(["split", *(name for _, _, name in requests if name)])

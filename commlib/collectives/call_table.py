@@ -166,8 +166,7 @@ class Calls:
     def clear(self) -> None:
         """Drop all compiled calls, after the devices have finished the queued work."""
         for context in self._contexts.values():
-            context.close()
-        self._contexts.clear()
+            context.queue.close()
         self.all_reduces.clear()
         self.uneven.clear()
         self._tables.clear()

@@ -8,32 +8,18 @@ from commlib.collectives.device.staging_queue import StagingQueue
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
 from commlib.group.group import Group
-from commlib.group.weak_references import WeakPart
 
 
 class PathContext:
     """A group and one of its devices. The device has a staging queue, a board of peers and NCCL; the host needs none.
 
-    It ends with its group (see `GroupPart`), but does not belong to it: it refers to the group.
+    Each of them ends with the group: see `GroupPart`.
     """
 
     def __init__(self, group: Group, device: Device) -> None:
         self.group, self.device, self.on_host = group, device, device is HOST
-        self.queue = StagingQueue(group, device)
+        self.queue = StagingQueue(group.waits, device)
         self.peers = DevicePeers(group, self.queue)
         self.nccl = NcclConnection(group, device)
         if not self.on_host:
-            group.attach(WeakPart(self))
-
-    def leave(self, reason: str) -> None:
-        """Wait for the queued work; with a reason, release its waits for other ranks instead."""
-        self.queue.leave(reason)
-        self.peers.leave(reason)
-
-    def close(self) -> None:
-        """Wait a few seconds for the queued work and drop the memory. Also called after an abort."""
-        self.queue.close()
-        self.peers.close()
-
-    def halt(self) -> None:
-        """Do nothing: a forked child moves no data."""
+            group.attach(self.queue)

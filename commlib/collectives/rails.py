@@ -146,7 +146,8 @@ class Rails:
         """Run the rail's verb on one array for each of its regions. part: numbers the runs of one call."""
         regions = [[Region(array, layout) for array, layout in zip(arrays, block, strict=True)] for block in run.blocks]
         rail = None if self.steps.rail is None else self.group.hierarchy.rail
-        self.group.execute(run.program, regions, self.text, op, part=part, transport=rail, before=before, after=after)
+        execute = self.group.programs.execute
+        execute(run.program, regions, self.text, op, part=part, transport=rail, before=before, after=after)
 
 
 def _by_node(layout: Layout, chunks: Sequence[int]) -> Layout:

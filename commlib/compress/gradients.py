@@ -12,7 +12,7 @@ from commlib.communicator import Communicator
 from commlib.compress.auto import Auto, decide, measure_cost, measure_link
 from commlib.compress.bucket import CompressedBucket, SlowLink
 from commlib.compress.memory import Memory
-from commlib.compress.scheme import COMMON, BucketPart, Scheme, State
+from commlib.compress.scheme import COMMON, BucketPart, Scheme, SchemeReducer, State
 from commlib.compress.schemes.dgc import DGC
 from commlib.devices.host import HOST
 from commlib.devices.protocol import Device
@@ -42,6 +42,7 @@ class GradientCompression:
         self.why = "none: as requested" if scheme is None else f"{scheme.name}: as requested"
         self.scheme: Scheme | None = None
         self._reductions: dict[str, CompressedBucket] = {}
+        self._reducers: list[SchemeReducer] = []  # of the buckets in which this rank has a share
         self._loaded: Mapping[str, Mapping[str, Array]] = {}
         if isinstance(scheme, DGC):  # it carries the momentum, which all ranks need over every link
             within_node = True
@@ -85,39 +86,42 @@ class GradientCompression:
         if reduction.reducer is not None and self._loaded:
             reduction.reducer.load(self._loaded)
         self._reductions[key] = reduction
+        self._reducers = [one.reducer for one in self._reductions.values() if one.reducer is not None]
         return reduction
 
     def move(self) -> None:
         """Drop the buckets. The next buckets take over the state, by parameter names."""
         self._loaded = self.state()
         self._reductions.clear()
+        self._reducers = []
 
     def end_step(self) -> None:
         """End the reductions of a step. Undo them if a sum is not finite, because the step will be skipped."""
-        if not all(reduction.finite for reduction in self._reductions.values()):
-            self.rollback()
+        for reduction in self._reductions.values():
+            if not reduction.finite:
+                return self.rollback()
 
     def rollback(self) -> None:
         """Undo the reductions of a step that was skipped."""
-        for reducer in self._reducers():
+        for reducer in self._reducers:
             reducer.rollback()
 
     def commit(self) -> None:
         """Accept the reductions of a step that was taken."""
-        for reducer in self._reducers():
+        for reducer in self._reducers:
             reducer.commit()
 
     def state(self) -> State:
         """Return this rank's state by parameter names, such as residuals."""
         state: State = {name: dict(known) for name, known in self._loaded.items()} if not self._reductions else {}
-        for reducer in self._reducers():
+        for reducer in self._reducers:
             state.update(reducer.state())
         return state
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load a state that `state` returned on this rank, for current and later buckets."""
         self._loaded = {name: {what: np.asarray(value) for what, value in of.items()} for name, of in state.items()}
-        for reducer in self._reducers():
+        for reducer in self._reducers:
             reducer.load(self._loaded)
 
     def drop_common(self) -> None:
@@ -129,6 +133,3 @@ class GradientCompression:
             name: {what: value for what, value in known.items() if what not in COMMON}
             for name, known in self._loaded.items()
         }
-
-    def _reducers(self) -> Any:
-        return [reduction.reducer for reduction in self._reductions.values() if reduction.reducer is not None]

@@ -118,7 +118,7 @@ class Staging:
         """Return the staging queue of the group for a device."""
         queue = self._queues.get(device)
         if queue is None:
-            queue = self._queues[device] = StagingQueue(self._group, device)
+            queue = self._queues[device] = StagingQueue(self._group.waits, device)
         return queue
 
     def close(self) -> None:

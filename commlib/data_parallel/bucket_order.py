@@ -8,6 +8,7 @@ gradients turn out to travel outside the buckets.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 from commlib.data_parallel.buckets import Bucket, Parameter, complete_order, make_buckets
 from commlib.data_parallel.options import Gradient, Options
@@ -15,12 +16,22 @@ from commlib.data_parallel.reducer_ranks import ReducerRanks
 from commlib.dtypes import NUMPY
 from commlib.errors import UsageError
 
-ACTIVE, SPARSE_FOUND, OTHERS_MISSING = 0, 1, 2
-"""Flags. ACTIVE: this rank has not joined. SPARSE_FOUND: it found a sparse gradient that some ranks do not know of.
-OTHERS_MISSING: its missing gradients differ from the agreed set, where all ranks must lack the same ones, or its
-backward raised."""
-FLAGS = 3
-"""Number of flags that ranks exchange in the last bucket. Flag i has the number `len(gradients) + i`."""
+
+class Flags(NamedTuple):
+    """The parameter numbers of the flags that ranks exchange in the last bucket. They follow those of the gradients."""
+
+    active: int
+    """This rank has not joined."""
+    sparse_found: int
+    """It found a sparse gradient that some ranks do not know of."""
+    others_missing: int
+    """Its missing gradients differ from the agreed set, where all ranks must lack the same ones, or its backward
+    raised."""
+
+    @classmethod
+    def after(cls, count: int) -> Flags:
+        """Return the numbers after those of `count` gradients."""
+        return cls._make(range(count, count + len(cls._fields)))
 
 
 class BucketOrder:
@@ -93,7 +104,7 @@ def buckets_of(
             first_bucket_mib=options.first_bucket_mib,
             bucket_cap_mib=options.bucket_cap_mib,
             groups=groups,
-            flags=FLAGS,
+            flags=len(Flags._fields),
             parts=parts,
         )
     except ValueError as error:

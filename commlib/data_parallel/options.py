@@ -47,6 +47,8 @@ class Options:
     sparse_as_dense: bool = False
     shard: bool = False
     """Leave each rank one part of the reduced gradients, and of the parameters, as `Shards` does."""
+    shard_axis: str = ""
+    """The name of the axis of ranks that hold one copy together, such as those of a node; "" means all ranks."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.compression, CompressionChoice):
@@ -64,6 +66,8 @@ class Options:
                 raise UsageError(f"{argument} must be a positive number, got {getattr(self, name)!r}")
         if self.predivide != 1 and self.op != "mean":
             raise UsageError("gradient_predivide_factor splits the division of an average, so it needs op=Average")
+        if self.shard_axis and not self.shard:
+            raise UsageError(f"shard_axis={self.shard_axis!r} needs shard=True")
         if self.shard and (self.scheme is not None or self.compressor is not None):
             raise UsageError("sharded gradients cannot be compressed beyond a cast: leave compression out")
 
@@ -82,9 +86,9 @@ class Options:
         """Return equivalent options that are fastest for `ranks`.
 
         If nodes have several ranks, half-precision buckets are added up as float32 and would cross the network as
-        float32. Encoded buckets cross it in half precision.
+        float32. Encoded buckets cross it in half precision. Sharded buckets are not encoded.
         """
-        if not self.compression.wire or not ranks.is_hierarchical:
+        if not self.compression.wire or not ranks.is_hierarchical or self.shard:
             return self
         codec = codec_of("fp16" if self.compression.wire == "float16" else "bf16")
         return replace(self, compression=CompressionChoice(scheme=AllToAll(codec)))
@@ -110,7 +114,8 @@ class Options:
         return [
             f"op={self.op}", f"caps={self.first_bucket_mib}, {self.bucket_cap_mib} MiB",
             f"passes={self.passes_per_step}", f"overlap={self.overlap}", f"float32 as {wire}",
-            f"predivide={self.predivide}", f"sparse_as_dense={self.sparse_as_dense}", f"shard={self.shard}",
+            f"predivide={self.predivide}", f"sparse_as_dense={self.sparse_as_dense}",
+            f"shard={self.shard_axis or self.shard}",
         ]  # fmt: skip
 
 

@@ -20,11 +20,11 @@ log = logging.getLogger("commlib")
 
 def save_compression(reducer: GradientReducer, convert: Callable[[Array], Any]) -> dict[str, Any]:
     """Return this rank's compression state, with arrays converted by `convert`; {} if there is none."""
-    state, course = reducer.compression.state(), reducer.course
-    if not state and course is None:
+    state, point = reducer.compression.state(), reducer.resume_point
+    if not state and point is None:
         return {}
     return {
-        "course": None if course is None else course.save(),
+        "course": None if point is None else point.save(),
         "rank": reducer.ranks.rank,
         "size": reducer.ranks.size,
         "compression": reducer.options.describe(),

@@ -66,7 +66,7 @@ class DeviceDispatcher:
 
     def _compare_calls(self, counting: CountExchange, what: str, step: str, rows: DeviceArray) -> None:
         """All-gather the ranks' numbers and digests; raise MismatchError on all ranks unless all make the same call."""
-        self._comm.group.purpose = f"{what}, {step}"
+        self._comm.group.waits.purpose = f"{what}, {step}"
         call = what, step, rows.shape[1], rows.dtype, f"on {rows.device.name}"
         counting.own[0] = _digest(*call)
         counting.gather()

@@ -39,7 +39,7 @@ class Mixture:
         self.has_moved = False
         """Whether experts have moved between ranks since this mixture was made."""
         self.counted = RoutingCounter(experts.count)
-        self._journal = ranks.axis.comm.group.journal
+        self._journal = ranks.axis.comm.group.progress.journal
         self._is_compared = False
         self.was_even = True
         """Whether the last call sent all tokens to all experts, with equal gates."""

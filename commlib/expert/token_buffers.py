@@ -63,7 +63,7 @@ class TokenBuffers:
 
     def name(self, purpose: str) -> None:
         """Set the purpose, a layer and step, that the group reports for calls that wait from now on."""
-        self._comm.group.purpose = purpose
+        self._comm.group.waits.purpose = purpose
 
     def synchronize(self, exchange: CountExchange, digest: int, what: tuple[object, ...]) -> None:
         """All-gather the numbers of `exchange.own`, from the third on. Collective.

@@ -67,7 +67,7 @@ class TokenCopies:
 
     def name(self, purpose: str) -> None:
         """Set the purpose, a layer and step, that the group reports for calls that wait from now on."""
-        self._comm.group.purpose = purpose
+        self._comm.group.waits.purpose = purpose
 
     def send(self, what: str, assigned: Assignments, x: Array, gates: Array) -> tuple[DispatchPlan, Array, Array]:
         """Send tokens and a number for each assignment; return (plan, received copies, numbers of the rows)."""

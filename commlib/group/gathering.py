@@ -20,7 +20,7 @@ from commlib.transport.base import Transport
 
 
 class ProgramRunner(Protocol):
-    """A function that runs a program over blocks of the data, by messages of a transport: see `Group.execute`."""
+    """A function that runs a program over blocks of the data, by messages of a transport: see `Programs.execute`."""
 
     def __call__(
         self, program: Program, blocks: Sequence[Sequence[Region]], text: str, *, transport: Transport

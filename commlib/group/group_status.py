@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import NoReturn, Protocol
 
 from commlib.errors import CommlibError, MismatchError, ShutdownError
 from commlib.group.call_check import StallCheck
-from commlib.node.board import LEFT, NodeBoard
+from commlib.node.board import NodeBoard
+from commlib.node.rank_table import LEFT
 from commlib.process import forks
 from commlib.runtime.process import PARTING
 
@@ -34,30 +36,46 @@ class GroupPart(Protocol):
 
 
 class GroupStatus:
-    """One rank's status in a group.
+    """One rank's status in a group. The parts of the group share it; it holds none of them.
 
     stall_check: notifies ranks by messages, if the group has one. is_seen: whether a parent's board shows this rank's
     end to the ranks of its node. one_node: whether these are all ranks of the group.
     """
 
     def __init__(self, name: str, rank: int, stall_check: StallCheck | None, *, one_node: bool, is_seen: bool) -> None:
-        self._name, self._rank, self._stall_check = name, rank, stall_check
-        self._one_node, self._is_seen = one_node, is_seen
-        self._attached: list[GroupPart] = []
+        self.name, self.rank, self.stall_check, self.one_node = name, rank, stall_check, one_node
+        self._is_seen = is_seen
+        # Weak, because the parts hold the group: their owners, such as the communicator, keep them alive.
+        self._attached: list[weakref.ref[GroupPart]] = []
         self.board: NodeBoard | None = None
         self.is_open = False  # all ranks are on the board
+        self.count = 0
+        """How many calls `CallSequence` has run; a board that all ranks share counts the others too."""
+        self.history = 0
+        """Hash of all calls so far that use messages. Every message carries it, in its tag or with its data, so after
+        different calls a rank never accepts data of the wrong call."""
         self.failure: CommlibError | None = None  # once set, the group's ranks are out of step
         self.is_reported = False
         """Whether the group's speaker reports a failure to the other ranks, by `leave` (see `Group.speak_for`)."""
 
     def attach(self, part: GroupPart) -> None:
         """Attach a part, such as the group's channels, that must end with the group."""
-        self._attached.append(part)
+        self._attached = [reference for reference in self._attached if reference() is not None]
+        self._attached.append(weakref.ref(part))
+
+    def _parts(self) -> Iterator[GroupPart]:
+        return (part for reference in self._attached if (part := reference()) is not None)
+
+    @property
+    def call_number(self) -> int:
+        """The number of the last call, from 1, the same on all ranks; calls that did not match count too."""
+        board = self.board
+        return board.calls if self.one_node and board is not None else self.count
 
     @property
     def is_quiet(self) -> bool:
         """Whether all messages between this rank and the others have been or will be received."""
-        return self.failure is None and (self._stall_check is None or not self._stall_check.has_spoken)
+        return self.failure is None and (self.stall_check is None or not self.stall_check.has_spoken)
 
     # Failures
 
@@ -75,7 +93,7 @@ class GroupStatus:
         """
         if self.failure is not None or isinstance(error, CommlibError):
             return
-        what = f"{self._name}: {text}: rank {self._rank}: ended half-way by {type(error).__name__}"
+        what = f"{self.name}: {text}: rank {self.rank}: ended half-way by {type(error).__name__}"
         self._fail(ShutdownError(f"{what}; the group runs no more calls"))
         if not self.is_reported:
             error.add_note(
@@ -95,60 +113,60 @@ class GroupStatus:
         error = type(failure)(str(failure))  # a new object: else each raise adds its traceback to the same one
         error.missing = failure.missing
         error.add_note(
-            f"commlib: {self._name}: {text}: not run on rank {self._rank}: an earlier call of the group failed"
+            f"commlib: {self.name}: {text}: not run on rank {self.rank}: an earlier call of the group failed"
         )
         raise error
 
     def _fail(self, error: CommlibError) -> None:
         """Refuse all further calls of this group, and notify the other ranks: the ranks are out of step."""
         self.failure = error
-        for part in self._attached:
+        for part in self._parts():
             part.leave(f"has given up this group ({type(error).__name__}: {error})")
         if self.board is not None:
             self.board.fail()
         if isinstance(error, MismatchError):
-            if self._stall_check is not None:
-                self._stall_check.report()
+            if self.stall_check is not None:
+                self.stall_check.report()
         elif not self.is_reported:
             self.leave(f"has given up this group ({type(error).__name__}: {error})")
 
     # The end
 
-    def leave(self, reason: str = "", deadline: float | None = None, *, history: int = -1) -> str:
+    def leave(self, reason: str = "", deadline: float | None = None) -> str:
         """Announce the end, and wait for ranks that leave too: see `Group.leave`."""
-        self.announce(reason, history=history)
-        if self._stall_check is None:
+        self.announce(reason)
+        if self.stall_check is None:
             return ""
-        odd = self._stall_check.part(monotonic() + PARTING if deadline is None else deadline)
+        odd = self.stall_check.part(monotonic() + PARTING if deadline is None else deadline)
         if not odd:
             return ""
         text = (
-            f"{self._name}: rank {self._rank} and {odd} made different calls, which caused no error until now: "
+            f"{self.name}: rank {self.rank} and {odd} made different calls, which caused no error until now: "
             "results may be wrong; COMMLIB_CHECK=always finds the different call"
         )
         log.error("%s", text)
         return text
 
-    def announce(self, reason: str = "", *, history: int = -1) -> None:
-        """Notify the other ranks that this rank makes no more calls. history: a hash of its calls."""
-        for part in self._attached:
+    def announce(self, reason: str = "") -> None:
+        """Notify the other ranks that this rank makes no more calls."""
+        for part in self._parts():
             part.leave(reason)
         if self.board is not None:
             self.board.leave(reason or LEFT)
         visible = self.is_open or (self._is_seen and not reason)
-        if self._stall_check is not None and not (self._one_node and visible):
+        if self.stall_check is not None and not (self.one_node and visible):
             finished = not reason and self.failure is None
-            self._stall_check.leave(reason or LEFT, finished=finished, history=history if finished else -1)
+            self.stall_check.leave(reason or LEFT, finished=finished, history=self.history if finished else -1)
 
     def halt(self) -> None:
         """Disable the group in a forked child."""
-        self.failure = forks.refusal(self._name)
-        for part in self._attached:
+        self.failure = forks.refusal(self.name)
+        for part in self._parts():
             part.halt()
 
     def close(self) -> None:
         """Close the attached parts."""
-        for part in self._attached:
+        for part in self._parts():
             part.close()
 
 

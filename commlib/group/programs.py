@@ -7,10 +7,9 @@ from typing import Any
 
 from commlib.execution.reduce_function import ReduceFunction
 from commlib.execution.streaming import Hook, Posted, Region, do_nothing, execute
-from commlib.group.call_sequence import CallSequence
 from commlib.group.gathering import gather_objects
-from commlib.group.hierarchy import Hierarchy
-from commlib.group.waiting import WaitWatcher
+from commlib.group.group_status import GroupStatus
+from commlib.group.waits import Waits
 from commlib.node.signature import signature
 from commlib.observe.journal import Journal
 from commlib.schedule.ir import Program
@@ -18,18 +17,13 @@ from commlib.transport.base import Transport
 
 
 class Programs:
-    """Runs programs of one group, and watches their waits."""
+    """Runs programs of one group. node: the transport of this rank's node."""
 
     def __init__(
-        self,
-        transport: Transport,
-        hierarchy: Hierarchy,
-        calls: CallSequence,
-        journal: Journal,
-        group: WaitWatcher,
+        self, transport: Transport, node: Transport, status: GroupStatus, waits: Waits, journal: Journal
     ) -> None:
-        self._transport, self._hierarchy = transport, hierarchy
-        self._calls, self._journal, self._group = calls, journal, group
+        self._transport, self._node = transport, node
+        self._status, self._waits, self._journal = status, waits, journal
 
     def execute(
         self,
@@ -51,8 +45,8 @@ class Programs:
             program,
             blocks,
             transport or self._transport,
-            tag=self._calls.history + signature(text) + part * 0x85EBCA6B,
-            on_wait=self._group.watch(text),
+            tag=self._status.history + signature(text) + part * 0x85EBCA6B,
+            on_wait=self._waits.watch(text),
             reduce_op=reduce_op,
             before=before,
             after=after,
@@ -73,4 +67,4 @@ class Programs:
 
     def gather_in_node(self, value: Any) -> list[Any]:
         """Return the picklable objects of this node's ranks."""
-        return gather_objects(value, self._hierarchy.node, self.execute)
+        return gather_objects(value, self._node, self.execute)

@@ -5,18 +5,15 @@ The protocols are compiled (`kernels.node`); this module has their memory and th
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from commlib.buffers.peer_reading import Probe, can_read
 from commlib.kernels.host import node as kernels
 from commlib.kernels.host.uneven_exchange import note_bytes
+from commlib.node.rank_table import LEFT, RECORD_BYTES, RankTable, view_memory
 from commlib.transport.base import Gather, Transport, WaitHook
 from commlib.transport.naps import kernel_naps
 
@@ -25,27 +22,8 @@ Kernel = Callable[[int], int]  # takes the address of its argument
 
 _PATIENCE = [kernels.SPINS, kernels.YIELDS, kernels.NAPS, kernels.NAP_MICROSECONDS]  # the fields that control a wait
 
-_TEXT_BYTES = 1024
-_PRESENT, _LEFT = 1, 2
-
-# Fields of a rank's status: presence, process, probe (address, secret), and whether it can read all peers' memory.
-_THERE, _PROCESS, _PROBE, _SECRET, _READS = range(5)
-LEFT = "has shut commlib down or left the program"
-
 # The wait of one kernel call before it returns to Python for its checks: spins, these yields, then naps.
 _YIELDS = 2000
-
-
-def _as_array(address: int, nbytes: int) -> Any:
-    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
-    return np.frombuffer(memory, np.uint8)
-
-
-def _process_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 class NodeBoard:
@@ -70,16 +48,13 @@ class NodeBoard:
         self._transport = transport
         self.members = tuple(members or range(transport.size))
         self.slot_bytes = slot_bytes
-        self.rank, self.size, self.spins = transport.rank, transport.size, spins
+        self.rank, self.size = transport.rank, transport.size
         lines = self.size * kernels.LINE_BYTES  # the lines in rank 0's memory are the board
-        status = lines
-        text = status + 64
-        slots = text + _TEXT_BYTES
+        slots = lines + RECORD_BYTES
         self._memory = transport.share(slots + 2 * (slot_bytes + note_bytes(self.size)), gather)
         bases = self._memory.bases
-        self._status = [_as_array(base + status, 64).view(np.int64) for base in bases]
-        self._texts = [_as_array(base + text, _TEXT_BYTES) for base in bases]
-        words = _as_array(bases[0], lines).view(np.int64).reshape(self.size, -1)
+        self._table = RankTable([base + lines for base in bases], self.rank)
+        words = view_memory(bases[0], lines).view(np.int64).reshape(self.size, -1)
         self._arrived, self._abandoned = words[:, kernels.ARRIVED // 8], words[:, kernels.ABANDONED // 8]
         self._abandoned[self.rank] = kernels.NEVER
         self._slots = np.array([base + slots for base in bases], np.int64)
@@ -89,26 +64,23 @@ class NodeBoard:
         self._control[kernels.BOARD] = bases[0]
         self._control[kernels.SLOTS] = self._slots.ctypes.data
         self._control[kernels.SLOT_BYTES] = slot_bytes
+        self._blank_call = np.zeros(kernels.CALL_FIELDS, np.int64)
+        self._blank_call[kernels.CONTROL] = self._control.ctypes.data
+        self._blank_call[_PATIENCE] = spins, _YIELDS, *kernel_naps(0)
         self._barrier = kernels.entry_point(kernels.barrier)
         self._sync_call = self.new_call()[np.newaxis]
         self._sync_address = self._sync_call.ctypes.data
-        self._probe = Probe()
-        self._status[self.rank][: _SECRET + 1] = _PRESENT, os.getpid(), *self._probe.place
-        self._watched = [False] * self.size
         self._peer_reads, self.reads_peers = peer_reads, False
         self.processes = np.zeros(self.size, np.int64)
 
     def enter(self, on_wait: WaitHook) -> None:
         """Wait until all ranks have created their boards. Collective."""
         self.barrier(kernels.DONE, on_wait)
-        # Processes in another PID namespace are invisible, so do not watch them.
-        self._watched = [_process_alive(int(status[_PROCESS])) for status in self._status]
-        self.processes[:] = [status[_PROCESS] for status in self._status]
+        self.processes[:] = self._table.watch_processes()
         if self._peer_reads:
-            probes = [status[_PROCESS : _SECRET + 1].tolist() for status in self._status]
-            self._status[self.rank][_READS] = all(can_read(*probe) for probe in probes)
+            self._table.note_reads()
             self.barrier(kernels.DONE, on_wait)
-            self.reads_peers = all(status[_READS] for status in self._status)
+            self.reads_peers = self._table.all_read
 
     @property
     def named_memory(self) -> bool:
@@ -131,12 +103,7 @@ class NodeBoard:
 
     def new_call(self) -> KernelCall:
         """Return a blank call for the kernels."""
-        call = np.zeros(kernels.CALL_FIELDS, np.int64)
-        call[kernels.CONTROL] = self._control.ctypes.data
-        call[kernels.SPINS] = self.spins
-        call[kernels.YIELDS] = _YIELDS
-        call[kernels.NAPS], call[kernels.NAP_MICROSECONDS] = kernel_naps(0)
-        return call
+        return self._blank_call.copy()
 
     def resume(self, kernel: Kernel, argument: int, calls: KernelCall, status: int, on_wait: WaitHook) -> int:
         """Continue a kernel that returned `status`, calling `on_wait` between its waits; return its last status.
@@ -165,18 +132,11 @@ class NodeBoard:
 
     def exchange_texts(self, text: str, on_wait: WaitHook) -> list[str]:
         """Return every rank's text (cut at 1 kB). Collective, at the same epoch."""
-        self._write_text(text)
+        self._table.write_text(text)
         self.barrier(kernels.DONE, on_wait)
-        texts = [self._read_text(rank) for rank in range(self.size)]
+        texts = self._table.texts()
         self.barrier(kernels.DONE, on_wait)
         return texts
-
-    def _write_text(self, text: str) -> None:
-        data = text.encode()[: _TEXT_BYTES - 1]
-        self._texts[self.rank][: len(data) + 1] = np.frombuffer(data + b"\0", np.uint8)
-
-    def _read_text(self, rank: int) -> str:
-        return bytes(self._texts[rank]).partition(b"\0")[0].decode(errors="replace")
 
     def late(self) -> list[int]:
         """Return the ranks that have not reached this rank's epoch."""
@@ -199,23 +159,14 @@ class NodeBoard:
 
     def leave(self, reason: str = LEFT) -> None:
         """Notify the other ranks that this rank synchronises no more; the first reason counts. Never blocks."""
-        if self._status[self.rank][_THERE] != _LEFT:
-            self._write_text(reason)
-            self._status[self.rank][_THERE] = _LEFT
+        self._table.leave(reason)
 
     def absent(self) -> dict[int, str]:
         """Return the ranks that will never arrive, each with the reason."""
-        reasons = {}
-        for rank, (status, watched) in enumerate(zip(self._status, self._watched, strict=True)):
-            member = self.members[rank]
-            if status[_THERE] == _LEFT:
-                reasons[member] = self._read_text(rank)
-            elif watched and not _process_alive(int(status[_PROCESS])):
-                reasons[member] = f"is dead (its process {int(status[_PROCESS])} is gone)"
-        return reasons
+        return {self.members[rank]: reason for rank, reason in self._table.absent().items()}
 
     def close(self) -> None:
         """Release the memory. Collective."""
-        self._status, self._texts = [], []
+        self._table.close()
         self._arrived = self._abandoned = np.zeros(0, np.int64)
         self._memory.close()

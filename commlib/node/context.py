@@ -17,9 +17,11 @@ Complete = Callable[[Any, int, Any, int, str], int]
 class NodeContext:
     """The board of a group's ranks on this node, the group's progress, and its callbacks for failures.
 
-    places: the address of the table of the group's symmetric memory, for `kernels.host.placed`.
+    group: keeps the group alive as long as its compiled calls, because its progress ends with it. places: the address
+    of the table of the group's symmetric memory, for `kernels.host.placed`.
     """
 
+    group: object
     board: NodeBoard
     progress: Progress
     places: int

@@ -115,4 +115,4 @@ class _SpanMarker:
 def journal_of(comm: Any) -> Journal:
     """Return the journal of a communicator; an unread one for an object without a group, such as a single rank."""
     group = getattr(comm, "group", None)
-    return Journal() if group is None else group.journal
+    return Journal() if group is None else group.progress.journal

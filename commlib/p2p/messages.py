@@ -51,14 +51,14 @@ class _PendingMessage:
             return post.send_in_pieces(self.peer, self.tag, data.data, self.staged.pieces)
         return post.recv(self.peer, self.tag, memory) if self.incoming else post.send(self.peer, self.tag, memory)
 
-    def collect(self, comm: Group, request: Request) -> None:
+    def collect(self, group: Group, request: Request) -> None:
         """Check the received message, and copy it to the user's array if needed."""
         if not self.incoming:
             return
         if request.nbytes != self.flat.nbytes:
             received = "more" if request.nbytes < 0 else str(request.nbytes)
             raise MismatchError(
-                f"{comm.name}: recv from rank {self.peer}, tag {self.tag}, on rank {comm.rank}: "
+                f"{group.name}: recv from rank {self.peer}, tag {self.tag}, on rank {group.rank}: "
                 f"expected {self.flat.nbytes} bytes, got {received}: send and receive the same count and dtype"
             )
         if type(self.staged) is StagedReceive:
@@ -77,11 +77,11 @@ class Messages(Work):
     The object exists before it posts the messages, so an exception at any point cannot free their arrays in flight.
     """
 
-    __slots__ = ("_arrived", "_comm", "_lock", "_messages", "_peers", "_post", "_requests", "_value")
+    __slots__ = ("_arrived", "_group", "_lock", "_messages", "_peers", "_post", "_requests", "_value")
 
-    def __init__(self, comm: Group, post: Messenger, text: str, messages: list[_PendingMessage], value: Any) -> None:
+    def __init__(self, group: Group, post: Messenger, text: str, messages: list[_PendingMessage], value: Any) -> None:
         super().__init__(text)
-        self._comm, self._post, self._messages, self._value = comm, post, messages, value
+        self._group, self._post, self._messages, self._value = group, post, messages, value
         self._peers = [message.peer for message in messages]
         self._arrived: list[tuple[Any, DeviceEvent, Any]] = []  # copies to devices: device, event, host memory
         self._lock = threading.Lock()  # MPI allows one thread at a time to test a request
@@ -91,7 +91,7 @@ class Messages(Work):
         """Post the messages, and let the poller progress them."""
         try:
             self._begin()
-            self._comm.runtime.poller.watch(self, self._comm)
+            self._group.runtime.poller.watch(self, self._group)
         except CommlibError:
             raise
         except BaseException as error:
@@ -111,13 +111,13 @@ class Messages(Work):
             raise
 
     def _begin(self) -> None:
-        comm, text = self._comm, self.description
+        group, text = self._group, self.description
         forks.check(text)
-        if comm.runtime.closing:
+        if group.runtime.closing:
             raise ShutdownError(f"{text}: commlib has been shut down")
-        if comm.failure is not None:
-            comm.raise_failure(text)
-        if (record := comm.journal.open(text, self._messages[0].flat)) is not None:
+        if group.status.failure is not None:
+            group.raise_failure(text)
+        if (record := group.progress.journal.open(text, self._messages[0].flat)) is not None:
             self.record, record.row = record, MESSAGES
             record.run()
         try:
@@ -138,7 +138,7 @@ class Messages(Work):
             if not is_posted:
                 _LEFT_BEHIND.extend(self._messages)
             if not (is_posted and self._withdraw()):
-                self._comm.abandon(self.description, error)
+                self._group.abandon(self.description, error)
             self._end(ShutdownError(f"{self.description}: interrupted by {type(error).__name__}"))
             self.seen = True
 
@@ -199,7 +199,7 @@ class Messages(Work):
     def _advance(self) -> None:
         if not super().done() and test_all(self._requests):
             for message, request in zip(self._messages, self._requests, strict=True):
-                message.collect(self._comm, request)
+                message.collect(self._group, request)
                 if message.incoming and message.staged is not None:
                     array = message.array
                     self._arrived.append((array.device, array.stream.record(), message.flat))
@@ -208,7 +208,7 @@ class Messages(Work):
     def _wait_for_requests(self, deadline: float | None, late: StallError) -> None:
         if super().done():
             return
-        watch = self._comm.watch(self.description, self._peers)
+        watch = self._group.waits.watch(self.description, self._peers)
 
         def on_wait() -> None:
             watch()
@@ -235,61 +235,61 @@ class Messages(Work):
 
 
 def _message(
-    comm: Group, post: Messenger, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x"
+    group: Group, post: Messenger, verb: str, x: Any, peer: int, tag: int, *, incoming: bool, what: str = "x"
 ) -> _PendingMessage:
     array = as_writable(x, verb, what) if incoming else as_view(x, verb, what)
-    if not 0 <= integer(verb, "peer", peer) < comm.size:
-        raise UsageError(f"{verb}: peer is {peer}, but {comm.name} has the ranks 0 to {comm.size - 1}")
+    if not 0 <= integer(verb, "peer", peer) < group.size:
+        raise UsageError(f"{verb}: peer is {peer}, but {group.name} has the ranks 0 to {group.size - 1}")
     if not 0 <= integer(verb, "tag", tag) <= _MOST_TAGS:
         raise UsageError(f"{verb}: tag is {tag}, expected 0 to {_MOST_TAGS}")
     if type(array) is DeviceArray:
         whole = array.reshape(-1)
         if post.takes(peer, whole.device.name):
-            await_device(comm, whole, verb)
+            await_device(group.waits, whole, verb)
             return _PendingMessage(peer, tag, whole, whole, incoming)
         if incoming:  # posted immediately: receives of one peer and tag must keep their order
             staged: StagedReceive | StagedSend = StagedReceive(whole)
         else:
-            piece = comm.config.staging_kib * 1024 if post.has_lane(peer) else 0
-            staged = StagedSend(comm, whole, verb, piece)
+            piece = group.config.staging_kib * 1024 if post.has_lane(peer) else 0
+            staged = StagedSend(group.waits, whole, verb, piece)
         return _PendingMessage(peer, tag, whole, staged.memory, incoming, staged)
     return _PendingMessage(peer, tag, array, contiguous(array, verb).reshape(-1), incoming)
 
 
-def send(comm: Group, post: Messenger, x: Any, peer: int, tag: int) -> Messages:
-    message = _message(comm, post, "send", x, peer, tag, incoming=False)
-    return Messages(comm, post, f"send to rank {peer}, tag {tag}", [message], None)
+def send(group: Group, post: Messenger, x: Any, peer: int, tag: int) -> Messages:
+    message = _message(group, post, "send", x, peer, tag, incoming=False)
+    return Messages(group, post, f"send to rank {peer}, tag {tag}", [message], None)
 
 
-def recv(comm: Group, post: Messenger, x: Any, peer: int, tag: int) -> Messages:
-    message = _message(comm, post, "recv", x, peer, tag, incoming=True)
-    return Messages(comm, post, f"recv from rank {peer}, tag {tag}", [message], x)
+def recv(group: Group, post: Messenger, x: Any, peer: int, tag: int) -> Messages:
+    message = _message(group, post, "recv", x, peer, tag, incoming=True)
+    return Messages(group, post, f"recv from rank {peer}, tag {tag}", [message], x)
 
 
-def send_recv(comm: Group, post: Messenger, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
-    arriving = _message(comm, post, "send_recv", out, source, tag, incoming=True, what="out")
-    leaving = _message(comm, post, "send_recv", x, peer, tag, incoming=False)
+def send_recv(group: Group, post: Messenger, x: Any, peer: int, out: Any, source: int, tag: int) -> Messages:
+    arriving = _message(group, post, "send_recv", out, source, tag, incoming=True, what="out")
+    leaving = _message(group, post, "send_recv", x, peer, tag, incoming=False)
     on_device = type(arriving.array) is DeviceArray and overlap(arriving.array, leaving.array)
     if on_device or overlap(arriving.flat, leaving.flat):
         raise UsageError("send_recv: x and out overlap: receive into another array")
-    return Messages(comm, post, _pair_text(peer, source, tag), [arriving, leaving], out)
+    return Messages(group, post, _pair_text(peer, source, tag), [arriving, leaving], out)
 
 
-def exchange(comm: Group, post: Messenger, x: Any, peer: int, out: Any, source: int, tag: int) -> Any:
+def exchange(group: Group, post: Messenger, x: Any, peer: int, out: Any, source: int, tag: int) -> Any:
     """Run a blocking `send_recv`: as two compiled calls if the send does not have to wait."""
     try:
         alike = type(x) is np.ndarray and post.can_recv(out, source) and out.dtype is x.dtype and not overlap(out, x)
         if alike and post.send_now(x, peer, tag):
             if post.recv_now(out, source, tag):
                 return out
-            arriving = _message(comm, post, "send_recv", out, source, tag, incoming=True, what="out")
-            return Messages(comm, post, _pair_text(peer, source, tag), [arriving], out).complete()
+            arriving = _message(group, post, "send_recv", out, source, tag, incoming=True, what="out")
+            return Messages(group, post, _pair_text(peer, source, tag), [arriving], out).complete()
     except CommlibError:
         raise
     except BaseException as error:
-        comm.abandon(_pair_text(peer, source, tag), error)  # the caller cannot see whether the send has started
+        group.abandon(_pair_text(peer, source, tag), error)  # the caller cannot see whether the send has started
         raise
-    return send_recv(comm, post, x, peer, out, source, tag).complete()
+    return send_recv(group, post, x, peer, out, source, tag).complete()
 
 
 def _pair_text(peer: int, source: int, tag: int) -> str:

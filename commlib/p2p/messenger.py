@@ -6,7 +6,6 @@ receiver by a control message. So all messages between two ranks of a node use l
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from commlib.errors import ShutdownError
 from commlib.p2p.lanes.loading import load
 from commlib.p2p.lanes.rings import RingRegistry
 from commlib.p2p.rendezvous import Address, RendezvousOwner
-from commlib.transport.base import ProbedReceive, Request, WaitHook
+from commlib.transport.base import ProbedReceive, Request, Space, WaitHook
 from commlib.transport.polling import poll
 
 if TYPE_CHECKING:
@@ -44,8 +43,9 @@ class Messenger:
     """The messages of one rank in a group. Costs nothing until the first message."""
 
     def __init__(self, group: Group, letters: RendezvousOwner) -> None:
-        self._group, self._letters, self._transport = weakref.ref(group), letters, group.p2p
-        self._journal = group.journal
+        self._group, self._letters, self._transport = group, letters, group.transport.space(Space.MESSAGES)
+        self._journal = group.progress.journal
+        self._lane_peers = {*group.hierarchy.ranks} - {group.rank} if group.config.node_path else set[int]()
         self._out: dict[int, RingSender] = {}
         self._in: dict[int, RingReceiver] = {}
         # The addresses of the lanes' ends for compiled calls, by peer.
@@ -89,9 +89,8 @@ class Messenger:
 
     def _abandon(self, address: int, x: Any, text: str, error: BaseException) -> None:
         """Fail the group if the interrupted call has moved its message, which the caller cannot see."""
-        group = self._group()
-        if self._has_moved(address, id(x)) and group is not None:
-            group.abandon(text, error)
+        if self._has_moved(address, id(x)):
+            self._group.abandon(text, error)
 
     # All other messages: requests
 
@@ -145,20 +144,17 @@ class Messenger:
 
     def has_lane(self, peer: int) -> bool:
         """Return whether messages with a rank use lanes: it is another rank of this node."""
-        group = self._group()
-        assert group is not None
-        return group.config.node_path and peer != group.rank and peer in group.hierarchy.ranks
+        return peer in self._lane_peers
 
     def _lane_out(self, peer: int) -> RingSender:
         self._check_open()
         if (lane := self._out.get(peer)) is None:
-            group, mailbox = self._begin()
+            rings, mailbox, group = self._begin(), self._letters.mailbox, self._group
             from commlib.p2p.lanes.receiver import LETTER
             from commlib.p2p.lanes.sender import RingSender, has_moved, put
 
             self._put, self._has_moved = put, has_moved
-            assert self._rings is not None
-            sender = RingSender(self._transport, peer, self._rings, group.runtime.spins, is_named=group.named_memory)
+            sender = RingSender(self._transport, peer, rings, group.runtime.spins, is_named=group.named_memory)
             lane = self._out.setdefault(peer, sender)
             if lane is sender:
                 mailbox.post(Address(peer, "", 0), LETTER, place=sender.first)
@@ -170,24 +166,22 @@ class Messenger:
     def _lane_in(self, peer: int) -> RingReceiver:
         self._check_open()
         if (lane := self._in.get(peer)) is None:
-            group, mailbox = self._begin()
+            self._begin()
             from commlib.p2p.lanes.receiver import RingReceiver, take
             from commlib.p2p.lanes.sender import has_moved
 
             self._take, self._has_moved = take, has_moved
-            lane = self._in.setdefault(peer, RingReceiver(self._transport, mailbox, peer, group.runtime.spins))
+            receiver = RingReceiver(self._transport, self._letters.mailbox, peer, self._group.runtime.spins)
+            lane = self._in.setdefault(peer, receiver)
             self._in_addresses[int(peer)] = lane.at
         return lane
 
-    def _begin(self) -> tuple[Group, Any]:
-        group = self._group()
-        assert group is not None
+    def _begin(self) -> RingRegistry:
         load()
         if self._rings is None:
-            rings = RingRegistry()
-            group.end_with(rings)
-            self._rings = rings
-        return group, self._letters.mailbox
+            self._rings = RingRegistry()
+            self._group.end_with(self._rings)
+        return self._rings
 
     # The end
 

@@ -58,7 +58,7 @@ class Rendezvous:
     """
 
     def __init__(self, transport: Transport, poller: MessagePoller, owner: object, key: int = 0) -> None:
-        self.transport, self._poller, self._owner, self._key = transport, poller, weakref.ref(owner), key
+        self.transport, self._poller, self._owner, self._key = transport, poller, owner, key
         self._probes: dict[int, tuple[ProbedReceive, bytearray]] = {}  # by peer
         self._posted: list[tuple[Request, bytes]] = []
         _test_dropped_sends()
@@ -99,7 +99,7 @@ class Rendezvous:
         is_lost = time.monotonic() - self._received_at > _LOST
         if (restart or is_lost or not self._is_watched) and not self._is_closed:
             self._is_watched, self._received_at = True, time.monotonic()
-            self._poller.watch(_Round(self.receive_letters), self._owner(), awaited=False)
+            self._poller.watch(_Round(self.receive_letters), self._owner, awaited=False)
 
     def receive_letters(self) -> bool:
         """Receive messages, on the poller's thread; return whether this round is done."""
@@ -183,12 +183,11 @@ class RendezvousOwner:
     """The owner of a group's rendezvous. It makes the rendezvous on first use and closes it with the group."""
 
     def __init__(self, group: Group) -> None:
-        self._group = weakref.ref(group)
+        self._group = group
 
     @cached_property
     def mailbox(self) -> Rendezvous:
-        group = self._group()
-        assert group is not None
+        group = self._group
         key = signature(f"{group.runtime.token}.{group.key}")
         return Rendezvous(group.transport.space(Space.CHANNELS), group.runtime.poller, group, key)
 

@@ -145,7 +145,7 @@ class Runner:
         self._nothing, self.peak = set(empty), 0
         for receiver in self._receivers.values():
             receiver.begin()
-        spans, journal = self.spans, self._comm.group.journal
+        spans, journal = self.spans, self._comm.group.progress.journal
         traced = journal.recorder is not None and journal.recorder.trace is not None
         if spans is not None:
             spans.clear()

@@ -78,7 +78,7 @@ def _wait(watch: Any, groups: Mapping[str, Any], now: float) -> Wait:
     peers = None if watch.peers is None else tuple(int(group.ranks[peer]) for peer in watch.peers)
     sequence = user.call_number if peers is None else 0
     # The user made none of the calls of the group in which the ranks agree on named operations.
-    text = watch.text if user.explain is None else "agreement on operations by name"
+    text = watch.text if user.waits.explain is None else "agreement on operations by name"
     return Wait(text, user.key, sequence, now - watch.since, peers, watch.thread)
 
 

@@ -55,9 +55,10 @@ class Runtime:
     services: Any = None  # the process sets, if named operations are used: `commlib.horovod.process_sets.Registry`
     token: str = ""  # the same on all ranks, and different after each `init`
     retired: DeferredFree = field(default_factory=DeferredFree)  # dropped groups that are not freed yet
-    groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # all groups; they are closed at the end
+    groups: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """All groups, which are closed at the end. Weak: a dropped group is freed."""
     waits: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
-    """The watchdogs of long waits of this process, by `id`."""
+    """The watchdogs of long waits of this process, by `id`. Weak: nothing records the end of a wait."""
     hang_watch: HangWatching | None = None
     difference: str = ""  # after the end: describes different calls of ranks that caused no error, with their group
 

@@ -34,7 +34,7 @@ class Recording:
         self._user_records = self._counting = False
         self._last: tuple[Recorder, Counters] | None = None
         self._last_words = LastCalls()
-        self._groups: weakref.WeakSet[Progress] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[Progress] = weakref.WeakSet()  # weak: a dropped group is freed
         self._lock = threading.Lock()
 
     def add(self, progress: Progress) -> None:

@@ -500,7 +500,7 @@ def _count_inputs(
 
     def numbers(counts: Any) -> list[int]:
         if type(counts) is DeviceArray:
-            counts = stage_to_host(comm.group, counts, f"{verb}: rows for each rank")
+            counts = stage_to_host(comm.group.waits, counts, f"{verb}: rows for each rank")
         return counts.tolist()  # type: ignore[no-any-return]
 
     def rows(arrays: Sequence[Any]) -> list[Any]:

@@ -47,7 +47,7 @@ def _exchange(group: Communicator, nbytes: int, rounds: int) -> TimedCall:
     step = Round((Send(peer, mine),), (Recv(peer, theirs),))
     program = Program("exchange", "pair", group.rank, 2, 0, (2,), (step,) * rounds)
     region = Region(np.zeros(2 * nbytes, np.uint8), even(2 * nbytes, 2))
-    return partial(group.group.execute, program, [[region]], "exchange")
+    return partial(group.group.programs.execute, program, [[region]], "exchange")
 
 
 def measure_gamma(watch: Stopwatch, share: float) -> float:

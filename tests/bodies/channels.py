@@ -12,7 +12,7 @@ import pytest
 
 from commlib.dtypes import DTYPES, numpy_dtype
 from commlib.errors import MismatchError, PeerError, ShutdownError, StallError, UsageError
-from commlib.p2p.channels.queued_send import SendPoll
+from commlib.p2p.channels.send_queue import SendPoll
 from tests.oracles.poison import poisoned
 
 
@@ -323,7 +323,7 @@ def closed_before_all_is_received(comm, peer):
             assert comm.runtime.drain(5) == ""
         else:
             synchronise(comm, peer)
-            channel.connect("a test")
+            channel.connection.connect("a test")
             channel.close()
             synchronise(comm, peer)
 
@@ -331,7 +331,7 @@ def closed_before_all_is_received(comm, peer):
 def interrupted_while_queued(comm, peer):
     """Whether it will be sent is unknown: the channel fails, and nobody waits for it."""
     with comm.channel(peer, "queued", (3,)) as channel:
-        channel.connect("a test")
+        channel.connection.connect("a test")
         synchronise(
             comm, peer
         )  # both are connected: otherwise connect may already report that the other side has given up
@@ -345,9 +345,9 @@ def interrupted_while_queued(comm, peer):
 
             with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
                 patch.setattr(comm.runtime.poller, "watch", interrupted)
-                channel.send_later(lambda: np.zeros(3, np.float32))
+                channel.queue.submit(lambda: np.zeros(3, np.float32))
             began = time.monotonic()
-            channel.flush(10)
+            channel.connection.flush(10)
             assert time.monotonic() - began < 5
             with pytest.raises(ShutdownError, match="ended half-way by KeyboardInterrupt"):
                 channel.send(np.zeros(3, np.float32))

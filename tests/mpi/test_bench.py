@@ -16,6 +16,7 @@ from commlib.bench.rows import OURS, mistakes
 from commlib.bench.session import Session
 from commlib.bench.verbs import ONLY_MPI, VERBS
 from commlib.buffers.views import address_of
+from commlib.devices.host import HOST
 from commlib.dtypes import DTYPES, OPERATIONS
 from commlib.errors import UsageError
 from tests.oracles.oracle import REDUCIBLE
@@ -247,7 +248,7 @@ def test_bursts_count_passes_over_memory(comm):
 
 
 def _place(comm, array):
-    return comm.group.symmetric.find(address_of(array), array.nbytes)
+    return comm.group.symmetric_on(HOST).find(address_of(array), array.nbytes)
 
 
 def test_symmetric_arrays_are_symmetric(comm):

@@ -16,7 +16,7 @@ from commlib.expert.dispatchers import dispatcher_over
 from commlib.expert.hierarchical_dispatcher import HierarchicalDispatcher
 from commlib.expert.placement import ExpertPlacement
 from commlib.expert.shared_memory_dispatcher import SharedMemoryDispatcher
-from commlib.group.group import Group
+from commlib.group.waits import Waits
 from commlib.sharding.axis import ParallelAxis
 from tests.unit.expert.test_exchange import assign, expected_rows
 
@@ -150,11 +150,11 @@ def test_a_waiting_report_names_the_layer_and_the_step(
         "combine, backward": lambda: exchange.combine_back("one", plan, x),
         "dispatch, backward": lambda: exchange.dispatch_back("one", plan, rows, received_gates),
     }
-    folder, watch = Path(comm.broadcast_object(str(tmp_path))), Group.watch
+    folder, watch = Path(comm.broadcast_object(str(tmp_path))), Waits.watch
     for number, (step, run) in enumerate(steps.items()):
         waits = folder / str(number)
 
-        def watch_and_write(group: Group, text: str, *peers: Any) -> Any:
+        def watch_and_write(group: Waits, text: str, *peers: Any) -> Any:
             watched = watch(group, text, *peers)
             if comm.rank == 0 and ".experts" in watched.text and not waits.exists():  # noqa: B023
                 new = folder / "new"  # so that nobody finds one that is not written yet
@@ -162,7 +162,7 @@ def test_a_waiting_report_names_the_layer_and_the_step(
                 new.rename(waits)  # noqa: B023
             return watched
 
-        monkeypatch.setattr(Group, "watch", watch_and_write)
+        monkeypatch.setattr(Waits, "watch", watch_and_write)
         while comm.rank == comm.size - 1 and not waits.exists():
             time.sleep(0.001)
         run()

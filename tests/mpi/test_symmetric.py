@@ -7,6 +7,7 @@ import gc
 import numpy as np
 import pytest
 
+from commlib.devices.host import HOST
 from commlib.dtypes import DTYPES, numpy_dtype
 from commlib.errors import UsageError
 from commlib.kernels.host.node import TILE_BYTES
@@ -93,7 +94,7 @@ def test_a_view_keeps_the_memory_alive(comm):
 
 def test_memory_is_freed_once_all_ranks_have_dropped_it(comm):
     def segments():
-        return len(comm.group.symmetric)
+        return len(comm.group.symmetric_on(HOST))
 
     comm.empty(1)
     gc.collect()

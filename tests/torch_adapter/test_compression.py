@@ -205,9 +205,9 @@ def test_ranks_that_resume_differently_still_agree(comm: Any, caplog: Any, name:
     train(comm, second, again, range(5, 9))
     everyone = comm.all_gather_object(weights(second))
     assert all(theirs == everyone[0] for theirs in everyone)
-    assert again.reducer.course is not None
+    assert again.reducer.resume_point is not None
     resumed = loaders == "rank 0's is loaded by all"
-    assert again.reducer.course.steps == (4 + 4 if resumed else 3)
+    assert again.reducer.resume_point.steps == (4 + 4 if resumed else 3)
     if comm.rank == 0:
         assert any("starts over" in message for message in caplog.messages) != resumed
     parameters = [parameter.detach().clone() for parameter in second.parameters()]

@@ -153,11 +153,12 @@ HOST_KERNELS_ALLOWED = (
     "commlib.devices.host",
     "commlib.node",  # shared memory of the host, and the flags in it
     "commlib.buffers.symmetric_memory",  # those kernels look up its places
-    "commlib.group.completion",  # their return values
+    "commlib.group.local_node",  # their return values
     # calls of compiled functions, written down
     "commlib.execution.reduce_function", "commlib.execution.persistent_programs",
     "commlib.execution.rounds",
     "commlib.p2p.channels.inbox", "commlib.p2p.channels.outbox", "commlib.p2p.channels.node_end",
+    "commlib.p2p.channels.halt_flag",
     "commlib.p2p.channels.posted_end", "commlib.p2p.channels.posted_sends", "commlib.p2p.channels.posted_receives",
     "commlib.p2p.lanes",  # memory of the host that two ranks share
     "commlib.data_parallel.bucket_reducer",  # copies past the caches
@@ -172,7 +173,7 @@ DEVICE_NEUTRAL = (
     "commlib.compress.schemes.all_to_all", "commlib.compress.schemes.all_gather", "commlib.compress.schemes.dgc",
     "commlib.compress.schemes.low_rank", "commlib.compress.schemes.power_sgd", "commlib.compress.checks",
     "commlib.compress.activations", "commlib.compress.auto",
-    "commlib.data_parallel.compressed_plans", "commlib.data_parallel.buckets", "commlib.data_parallel.tracker",
+    "commlib.data_parallel.compressed_reduction", "commlib.data_parallel.buckets", "commlib.data_parallel.tracker",
     "commlib.execution.streaming",
     "commlib.collectives.verbs.all_reduce", "commlib.collectives.verbs.reduce", "commlib.collectives.verbs.broadcast",
     "commlib.collectives.verbs.gather", "commlib.collectives.verbs.reduce_scatter", "commlib.collectives.verbs.program",

@@ -56,8 +56,8 @@ class DeviceSteps:
 
         The node's ranks synchronize on the host first: a rank that sends no message has no other check.
         """
-        if not self.board.is_same(self.group.history, self.group.watch(self.text)):
-            raise self.group.different(self.text)
+        if not self.board.is_same(self.group.status.history, self.group.waits.watch(self.text)):
+            raise self.group.calls.different(self.text)
         self._open_slots()
         count = max(self._counts)
         if not self._pieces and count:
@@ -153,12 +153,12 @@ class DeviceCallMemory:
         if before is not None:
             self._cross(*before, complete)
         if self._synchronized is not None:
-            wait_for(self._synchronized, self._steps.group.watch(self._steps.text))
+            wait_for(self._synchronized, self._steps.group.waits.watch(self._steps.text))
 
     def _cross(self, piece: CallPiece, prepared: DeviceEvent, complete: Hook) -> None:
         """Finish a piece after its queued work is done. Then the work of the piece two before is done, too."""
         steps, rail = self._steps, self._steps.rails.steps.rail
-        wait_for(prepared, steps.group.watch(steps.text))
+        wait_for(prepared, steps.group.waits.watch(steps.text))
         if rail is not None:
             regions = [self._buffers[piece.number][buffer] for buffer in rail.buffers]
             operation = None if steps.wide is None else steps.wide.operation

@@ -43,12 +43,12 @@ class NcclConnection:
         """Return the communicator; the first call of all ranks makes it. None if they cannot have one."""
         if self.ranks is None and not self.refusal:
             first = f"{text}, first starting NCCL"
-            self._group.perform_call(first, self._make, first, must_match=True)
+            self._group.calls.perform(first, self._make, first, must_match=True)
         return self.ranks
 
     def _make(self, text: str) -> None:
         group = self._group
-        self.refusal = disagreement(group.gather_objects(self._report()))
+        self.refusal = disagreement(group.programs.gather_objects(self._report()))
         if self.refusal:
             self._log(logging.INFO)
             return
@@ -58,15 +58,15 @@ class NcclConnection:
                 unique = nccl.unique_id()
             except TransportError as caught:
                 error = f"rank 0: {caught}"
-        unique, error = group.gather_objects((unique, error))[0]
+        unique, error = group.programs.gather_objects((unique, error))[0]
         ranks = None
         if not error:
             try:
-                watch = group.watch(text)
+                watch = group.waits.watch(text)
                 ranks = NcclRanks.join(self._device, group.size, unique, group.rank, group.name, watch, SECONDS)
             except TransportError as caught:
                 error = f"rank {group.rank}: {caught}"
-        self.refusal = "; ".join(sorted({text for text in group.gather_objects(error) if text}))
+        self.refusal = "; ".join(sorted({text for text in group.programs.gather_objects(error) if text}))
         if self.refusal:
             self._log(logging.WARNING)
             if ranks is not None:

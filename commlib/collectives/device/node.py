@@ -75,4 +75,4 @@ class HierarchicalDevicePath(Path):
 
 def _make_call(context: PathContext, call: Call, enqueue: Enqueue) -> CompiledCall:
     group = context.group
-    return MessageCall(group, call.text, partial(enqueue, on_wait=group.on_wait(call.text)), flat=False)
+    return MessageCall(group, call.text, partial(enqueue, on_wait=group.waits.watch_each(call.text)), flat=False)

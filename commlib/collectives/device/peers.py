@@ -35,18 +35,19 @@ class DevicePeers:
         """Return the board, which must exist, and the function that opens its slots."""
         assert self.board is not None
         group = self.group
-        return self.board, partial(self.board.open_slots, group.config.device_slot_kib * 1024, group.gather_in_node)
+        slot_bytes, gather = group.config.device_slot_kib * 1024, group.programs.gather_in_node
+        return self.board, partial(self.board.open_slots, slot_bytes, gather)
 
     def open(self, text: str) -> DeviceBoard | None:
         """Return the board of this node; the first call of all ranks makes it. None if a node cannot have one."""
         if self.board is None and not self.refusal:
             first = f"{text}, first connecting the streams of {self._queue.device.name}"
-            self.group.perform_call(first, self._make, first, must_match=True)
+            self.group.calls.perform(first, self._make, first, must_match=True)
         return self.board
 
     def _make(self, text: str) -> None:
         group, device, device_board, refusal = self.group, self._queue.device, None, ""
-        memory, gather, watch = group.symmetric_on(device), group.gather_in_node, group.watch(text)
+        memory, gather, watch = group.symmetric_on(device), group.programs.gather_in_node, group.waits.watch(text)
         try:
             board, node = group.open().board, group.hierarchy.node
             device_board = DeviceBoard.make(device, board, memory, node, gather, watch, ipc=group.config.device_ipc)
@@ -54,7 +55,7 @@ class DevicePeers:
                 refusal = "on some node the devices cannot address each other's memory"
         except TransportError as error:
             refusal = str(error)
-        refusals = [text for text in group.gather_objects(refusal) if text]
+        refusals = [text for text in group.programs.gather_objects(refusal) if text]
         if device_board is None or refusals:
             if device_board is not None:
                 device_board.close()
@@ -63,17 +64,7 @@ class DevicePeers:
             log.log(level, "%s: collectives on %s go through the host: %s", group.name, device.name, self.refusal)
             return
         self.board, self._queue.let_go = device_board, device_board.release
-
-    def leave(self, reason: str) -> None:
-        """With a reason, release the streams' waits for other ranks: see `GroupPart`."""
-        if self.board is not None:
-            self.board.leave(reason)
-
-    def close(self) -> None:
-        """Release the board. No queued work may still use it."""
-        board, self.board = self.board, None
-        if board is not None:
-            board.close()
+        group.attach(device_board)
 
 
 def _refusal(group: Group) -> str:

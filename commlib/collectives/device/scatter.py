@@ -74,13 +74,13 @@ def scatter_by_messages(
     own = array if part is None else part
     if own is None:
         whole = np.empty(layout.count, dtype)
-        group.execute(steps, [[Region(whole, layout)]], text, part=2)
+        group.programs.execute(steps, [[Region(whole, layout)]], text, part=2)
         return
     queue = calls.context(own.device).queue
 
     def run(x: DeviceArray | None, target: DeviceArray | None) -> None:
         whole = own.empty((layout.count,), dtype) if x is None else x.reshape(-1)
-        group.execute(steps, [[Region(whole, layout)]], text, part=2)
+        group.programs.execute(steps, [[Region(whole, layout)]], text, part=2)
         if target is not None:
             target[:] = copy_if_overlapping(whole[start:stop], target)
             queue.wait(queue.device.current().record())
@@ -106,9 +106,9 @@ def scatter_between_devices(
     group, (shape, dtype) = calls.group, shape_and_dtype
     device = _own_device(name, streams)
     able = device is not None and calls.context(device).peers.may_exchange
-    if not group.open().board.barrier(1 + able, group.watch(text)) or device is None or not able:
+    if not group.open().board.barrier(1 + able, group.waits.watch(text)) or device is None or not able:
         return False
-    context, watch = calls.context(device), group.watch(text)
+    context, watch = calls.context(device), group.waits.watch(text)
     peers = context.peers
 
     def run(x: DeviceArray | None, target: DeviceArray | None) -> bool:

@@ -12,7 +12,7 @@ from commlib.devices.protocol import Device, DeviceEvent, Stream
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
 from commlib.errors import StallError
-from commlib.group.group import Group
+from commlib.group.waits import Waits
 
 log = logging.getLogger("commlib")
 
@@ -33,8 +33,8 @@ class StagingQueue:
     the order, the device has read a host block before the next call copies into it.
     """
 
-    def __init__(self, group: Group, device: Device) -> None:
-        self._group, self.device = group, device
+    def __init__(self, waits: Waits, device: Device) -> None:
+        self._waits, self.device = waits, device
         self._stream, self.copy_stream = device.stream(), device.stream()
         """The second stream copies to the device while the first copies from it. A call ends when both are done."""
         self._done: DeviceEvent | None = None  # after the last call's queued work
@@ -43,6 +43,7 @@ class StagingQueue:
         # The arrays of calls whose work may still run: their memory must not be reused.
         self._held: deque[tuple[DeviceEvent, Any]] = deque()
         self._text = ""  # of the running call
+        self._is_closed = False
         self.let_go: Callable[[], None] | None = None
         """A function that ends the stream's waits for other ranks."""
 
@@ -80,7 +81,7 @@ class StagingQueue:
     def wait(self, event: DeviceEvent) -> None:
         """Block until the device's work before `event` is done, within the running call."""
         if not event.done():
-            wait_for(event, self._group.watch(f"{self._text}: copies to and from {self.device.name}", ()))
+            wait_for(event, self._waits.watch(f"{self._text}: copies to and from {self.device.name}", ()))
 
     def block(self, number: int, nbytes: int) -> Array:
         """Return a host staging buffer (uint8). The same number returns the same memory, unless it has to grow."""
@@ -98,7 +99,10 @@ class StagingQueue:
             self._end()
 
     def close(self) -> None:
-        """Wait up to LAST seconds for the queued work and drop the memory. Also called after an abort."""
+        """Wait up to LAST seconds for the queued work and drop the memory. Also called after an abort. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._end()
         self._blocks, self._held = {}, deque()
 
@@ -108,7 +112,7 @@ class StagingQueue:
 
         def on_wait() -> None:
             if time.monotonic() > deadline:
-                raise StallError(f"{self._group.name}: {self.device.name} has queued work left after {LAST} s")
+                raise StallError(f"{self._waits.name}: {self.device.name} has queued work left after {LAST} s")
 
         try:
             wait_for(event, on_wait)

@@ -42,7 +42,7 @@ class RowGather:
     text: str
 
     def perform(self, x: Any, target: Any) -> Any:
-        return self.peers.group.perform_call(self.text, gather_rows, self.peers, self.text, x)
+        return self.peers.group.calls.perform(self.text, gather_rows, self.peers, self.text, x)
 
 
 def gather_rows(peers: DevicePeers, text: str, x: DeviceArray) -> Any:
@@ -54,7 +54,7 @@ def gather_rows(peers: DevicePeers, text: str, x: DeviceArray) -> Any:
     longest = max(lengths) * row * x.itemsize
     takes = ranges(uneven(length * row for length in lengths), x.itemsize)
     what = Exchange([(0, x.nbytes)], takes, longest, [0] * group.size, longest)
-    exchange(*peers.opened(), what, None, again=False)(x.reshape(-1), gathered.reshape(-1), group.watch(text))
+    exchange(*peers.opened(), what, None, again=False)(x.reshape(-1), gathered.reshape(-1), group.waits.watch(text))
     return given
 
 
@@ -87,5 +87,5 @@ def exchange_rows(
     into = ranges(uneven(int(count) * row for count in received), x.itemsize) if fits else [NOTHING] * size
     before = counts[:, :rank].sum(axis=1) * row * x.itemsize  # each source begins with the rows for lower ranks
     what = Exchange(sends, into, longest, before.tolist(), size * longest)
-    exchange(*peers.opened(), what, None, again=False)(x.reshape(-1), target.reshape(-1), group.watch(text))
+    exchange(*peers.opened(), what, None, again=False)(x.reshape(-1), target.reshape(-1), group.waits.watch(text))
     return result, received.copy()

@@ -26,7 +26,7 @@ def gather_parts(group: Group, text: str, x: Any, whole: Any, counts: Sequence[i
         return
     start, stop = layout.slice_of(group.rank)
     flat[start:stop] = x.reshape(-1)
-    group.execute(own_program(group, "all_gather", "ring"), [[Region(flat, layout)]], text, part=1)
+    group.programs.execute(own_program(group, "all_gather", "ring"), [[Region(flat, layout)]], text, part=1)
 
 
 def gather_counts(group: Group, text: str, counts: Array) -> Array:
@@ -39,5 +39,5 @@ def gather_counts(group: Group, text: str, counts: Array) -> Array:
         return whole
     start, stop = layout.slice_of(group.rank)
     whole[start:stop] = counts
-    group.execute(own_program(group, "all_gather", "bruck"), [[Region(whole, layout)]], text)
+    group.programs.execute(own_program(group, "all_gather", "bruck"), [[Region(whole, layout)]], text)
     return whole

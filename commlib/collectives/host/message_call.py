@@ -25,9 +25,9 @@ class MessageCall(CompiledCall):
     def perform(self, x: Any, target: Any) -> Any:
         if self._flat:
             x, flat = x if x.ndim == 1 else x.reshape(-1), target if target.ndim == 1 else target.reshape(-1)
-            value = self._group.perform_call(self.text, self._move, x, flat, must_match=self._must_match)
+            value = self._group.calls.perform(self.text, self._move, x, flat, must_match=self._must_match)
         else:
-            value = self._group.perform_call(self.text, self._move, x, target, must_match=self._must_match)
+            value = self._group.calls.perform(self.text, self._move, x, target, must_match=self._must_match)
         return target if value is None else value
 
 

@@ -42,7 +42,7 @@ class NativePath(Path):
             work = accumulation.working_array(target)
             on_host = type(work) is not DeviceArray
             if not on_host:  # MPI reads the memory immediately, not in stream order
-                wait_for(work.device.current().record(), group.watch(f"{call.text}: work on {call.device}", ()))
+                wait_for(work.device.current().record(), group.waits.watch(f"{call.text}: work on {call.device}", ()))
             for start in range(0, len(work), piece):
                 part = work[start : start + piece]
                 group.native.Allreduce(MPI.IN_PLACE, part if on_host else _mpi_buffer(MPI, part), mpi_op)

@@ -28,7 +28,7 @@ class NodePath(Path):
 
     def compile(self, context: PathContext, verb: Verb, call: Call) -> CompiledCall:
         group = context.group
-        return _compile(verb, call, group.open()) if group.is_open else Opening(group, verb, call)
+        return _compile(verb, call, group.open()) if group.status.is_open else Opening(group, verb, call)
 
 
 def _compile(verb: Verb, call: Call, context: NodeContext) -> NodeCollective:
@@ -56,8 +56,8 @@ class Opening(CompiledCall):
         return self if self._made is None else self._made
 
     def perform(self, x: Any, target: Any) -> Any:
-        if not self._group.is_open:
-            return self._group.perform_call(self.text, partial(self._open, x, target))
+        if not self._group.status.is_open:
+            return self._group.calls.perform(self.text, partial(self._open, x, target))
         return self._open(x, target)
 
     def _open(self, x: Any, target: Any) -> Any:

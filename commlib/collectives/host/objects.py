@@ -44,7 +44,7 @@ def _broadcast(group: Group, array: Array, root: int, text: str, part: int) -> N
         NodeCollective.exchange(group.open(), text, exchange).run_at(address_of(array), address_of(array))
     else:
         tree = own_program(group, "broadcast", "binomial_tree", root=root)
-        group.execute(tree, [[Region(array, even(len(array), 1))]], text, part=part)
+        group.programs.execute(tree, [[Region(array, even(len(array), 1))]], text, part=part)
 
 
 def all_gather_object(group: Group, value: Any, text: str = "all_gather_object") -> Operation:

@@ -65,13 +65,13 @@ def plan_program(group: Group, call: Call, nbytes: int) -> tuple[Program, int]:
 def make_persistent_move(group: Group, text: str, prepare: Callable[[], PersistentAllReduce]) -> Move:
     """Return a Move that sets up a persistent all-reduce in its first run and only starts it from then on."""
     prepared: list[PersistentAllReduce] = []
-    journal = group.journal
+    journal = group.progress.journal
 
     def move(x: Array, target: Array) -> None:
         if not prepared:
             prepared.append(prepare())
-        posted = None if journal.current is None else group.posted  # skip the look-up if no call is recorded
-        if not prepared[0].run(x, target, group.history, posted):
-            raise group.different(text)
+        posted = None if journal.current is None else group.programs.posted  # skip the look-up if no call is recorded
+        if not prepared[0].run(x, target, group.status.history, posted):
+            raise group.calls.different(text)
 
     return move

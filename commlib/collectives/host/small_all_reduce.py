@@ -31,7 +31,7 @@ def small_all_reduce(group: Group, call: Call) -> PersistentAllReduce:
         assert rail is not None
         choice = choose(group, "all_reduce", "auto", rail.size, nbytes)
         rounds = program("all_reduce", choice.algorithm, rail.rank, rail.size)
-        small.add_messages(rounds, rail, signature(text), group.on_wait(text))
+        small.add_messages(rounds, rail, signature(text), group.waits.watch_each(text))
     _add_exchanges(small, group, text, steps.after, None)
     return small
 

@@ -24,8 +24,9 @@ def exchange(
     -1 bytes means a message longer than expected. is_certain: ranks have exchanged the lengths. Otherwise each message
     is probed before it is received, because a message longer than its posted receive may overwrite memory.
     """
-    transport, rank, size, tag = group.transport, group.rank, group.size, group.history + signature(text + _PARTS)
-    on_wait, posted = group.watch(text), group.posted
+    transport, rank, size = group.transport, group.rank, group.size
+    tag = group.status.history + signature(text + _PARTS)
+    on_wait, posted = group.waits.watch(text), group.programs.posted
     receive: Any = transport.recv if is_certain else transport.recv_probed
     keep, put = outof.slice_of(rank), into.slice_of(rank)
     target[slice(*put)] = x[slice(*keep)]

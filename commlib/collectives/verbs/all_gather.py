@@ -52,7 +52,7 @@ def _messages(group: Group, call: Call) -> Move:
 
     def move(x: Array, target: Array) -> None:
         target[start:stop] = x
-        group.execute(steps, [[Region(target, piece)] for piece in layouts], call.text)
+        group.programs.execute(steps, [[Region(target, piece)] for piece in layouts], call.text)
 
     return move
 

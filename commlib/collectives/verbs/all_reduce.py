@@ -71,7 +71,7 @@ def _messages(group: Group, call: Call) -> Move:
 
         def prepare() -> PersistentAllReduce:
             small = PersistentAllReduce(ReduceFunction.of(call.dtype, call.op, group.size), call.count)
-            small.add_messages(steps, group.transport, signature(text), group.on_wait(text))
+            small.add_messages(steps, group.transport, signature(text), group.waits.watch_each(text))
             return small
 
         return make_persistent_move(group, text, prepare)
@@ -80,7 +80,7 @@ def _messages(group: Group, call: Call) -> Move:
         accumulation = Accumulation(x, call.op, group.size, once=name == "direct")
         work = accumulation.working_array(target)
         layouts = blocks(len(work), steps.regions[0], 1 if pipelined else segments)
-        group.execute(steps, [[Region(work, layout)] for layout in layouts], text, accumulation.reduce_op)
+        group.programs.execute(steps, [[Region(work, layout)] for layout in layouts], text, accumulation.reduce_op)
         accumulation.finish(work, target)
 
     return move

@@ -53,7 +53,7 @@ def _messages(group: Group, call: Call) -> Move:
         regions = [
             [Region(array, layouts[number][piece]) for number, array in enumerate(arrays)] for piece in range(pieces)
         ]
-        group.execute(steps, regions, call.text)
+        group.programs.execute(steps, regions, call.text)
 
     return move
 

@@ -199,7 +199,7 @@ def _compile(group: Group, text: str, row: tuple[int, ...], row_bytes: int, know
     def make(*, counted: bool = True) -> UnevenExchange:
         return UnevenExchange(group.open(), group.name, text, row, row_bytes, known=known, counted=counted)
 
-    return make() if group.is_open else _Opening(group, text, make)
+    return make() if group.status.is_open else _Opening(group, text, make)
 
 
 class _Opening(CompiledCall):
@@ -214,8 +214,8 @@ class _Opening(CompiledCall):
 
     def perform(self, x: Any, target: Any) -> Any:
         parts = target.parts
-        if not self._group.is_open:
-            self._group.perform_call(self.text, self._group.open)
+        if not self._group.status.is_open:
+            self._group.calls.perform(self.text, self._group.open)
             return result_of(self._make(counted=False).perform(x, parts), parts)
         if self._made is None:
             self._made = self._make()
@@ -232,7 +232,7 @@ class _ExchangeBetweenDevices:
 
     def perform(self, x: Any, target: Any) -> Any:
         group, deal = self.peers.group, self.deal
-        result, received = group.perform_call(
+        result, received = group.calls.perform(
             self.text, exchange_rows, self.peers, self.text, x, deal.splits, deal.takes, deal.result
         )
         counts = received.tolist()
@@ -273,7 +273,7 @@ class _MessageExchange(MessageCall):
         group, deal = self._group, target
         text = self.text + _COUNTED * (deal.takes is not None)
         odd: dict[int, int] = {}
-        result = group.perform_call(text, self._exchange, text, x, deal, odd)
+        result = group.calls.perform(text, self._exchange, text, x, deal, odd)
         # The error is local to this rank: the exchange itself is complete.
         if odd:
             row_bytes = max(1, math.prod(x.shape[1:]) * x.itemsize)
@@ -290,7 +290,7 @@ class _MessageExchange(MessageCall):
             received = np.empty(group.size, np.int64)
             layout = uneven([1] * group.size)
             regions = [Region(np.array(deal.splits, np.int64), layout), Region(received, layout)]
-            group.execute(own_program(group, "all_to_all", "pairwise"), [regions], text)
+            group.programs.execute(own_program(group, "all_to_all", "pairwise"), [regions], text)
             deal.takes = received.tolist()  # a plan exchanges the counts only once
         out, result = deal.result, None
         if out is not None and out.array.shape[0] == sum(deal.takes):

@@ -29,7 +29,7 @@ def _messages(group: Group, call: Call) -> Move:
     steps = own_program(group, "barrier", "dissemination")
 
     def move(x: Array, target: Array) -> None:
-        group.execute(steps, [[]], call.text)
+        group.programs.execute(steps, [[]], call.text)
 
     return move
 

@@ -44,7 +44,7 @@ def _messages(group: Group, call: Call) -> Move:
     layouts = blocks(call.count, steps.regions[0], pieces)
 
     def move(x: Array, target: Array) -> None:
-        group.execute(steps, [[Region(x, layout)] for layout in layouts], call.text)
+        group.programs.execute(steps, [[Region(x, layout)] for layout in layouts], call.text)
 
     return move
 

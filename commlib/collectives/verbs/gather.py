@@ -45,7 +45,7 @@ def _messages(group: Group, call: Call) -> Move:
     def move(x: Array, target: Array) -> None:
         whole = target if group.rank == call.root else empty_like(x, layout.count)
         whole[start:stop] = x
-        group.execute(steps, [[Region(whole, layout)]], call.text)
+        group.programs.execute(steps, [[Region(whole, layout)]], call.text)
 
     return move
 

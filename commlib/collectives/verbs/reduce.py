@@ -44,7 +44,7 @@ def _messages(group: Group, call: Call) -> Move:
         accumulation = Accumulation(x, call.op, group.size)
         work = accumulation.x if accumulation.widened else x.copy()
         layouts = blocks(len(work), steps.regions[0], pieces)
-        group.execute(steps, [[Region(work, layout)] for layout in layouts], call.text, accumulation.reduce_op)
+        group.programs.execute(steps, [[Region(work, layout)] for layout in layouts], call.text, accumulation.reduce_op)
         if group.rank == call.root:
             accumulation.finish(work, target)
 

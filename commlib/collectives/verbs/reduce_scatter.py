@@ -90,7 +90,7 @@ def _messages(group: Group, call: Call) -> Move:
         accumulation = Accumulation(x, call.op, group.size, once=name == "direct")
         work = accumulation.x if accumulation.widened else x.copy()  # the input must not change
         regions = [[Region(work, piece)] for piece in cut(layout, pieces)]
-        group.execute(steps, regions, call.text, accumulation.reduce_op)
+        group.programs.execute(steps, regions, call.text, accumulation.reduce_op)
         accumulation.finish(work[start:stop], target)
 
     return move

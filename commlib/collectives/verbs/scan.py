@@ -56,7 +56,7 @@ def _messages(group: Group, call: Call) -> Move:
         work = accumulation.x if accumulation.widened else x.copy()
         arrays = [work, empty_like(work, len(work))][: len(steps.regions)]
         regions = [Region(array, even(len(array), chunks)) for array, chunks in zip(arrays, steps.regions, strict=True)]
-        group.execute(steps, [regions], call.text, accumulation.reduce_op)
+        group.programs.execute(steps, [regions], call.text, accumulation.reduce_op)
         if call.verb == "scan" or group.rank > 0:
             accumulation.finish(arrays[-1], target)
 

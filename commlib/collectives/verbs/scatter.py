@@ -73,7 +73,7 @@ def scatter(calls: Calls, x: Any, root: int, out: Any, algorithm: str) -> Prepar
             _on_node(group, text, array.reshape(-1) if at_root else None, target.flat, root)
         else:
             flat = array.reshape(-1) if at_root else np.empty(layout.count, dtype)
-            group.execute(steps, [[Region(flat, layout)]], text, part=2)
+            group.programs.execute(steps, [[Region(flat, layout)]], text, part=2)
             start, stop = layout.slice_of(group.rank)
             target.flat[...] = flat[start:stop]
         if given is not None and given is not target:

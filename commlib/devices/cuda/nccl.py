@@ -67,7 +67,7 @@ def place(device: Any) -> tuple[str, str]:
 
 
 class NcclRanks:
-    """One rank of an NCCL communicator. It closes with its group: see `group.standing.Attached`.
+    """One rank of an NCCL communicator. It closes with its group: see `group.group_status.GroupPart`.
 
     The methods take contiguous arrays of the device. All ranks must make the same calls in the same order. Errors are
     TransportError with NCCL's message.
@@ -157,7 +157,7 @@ class NcclRanks:
         self.leave("")
 
     def halt(self) -> None:
-        """Drop the communicator in a forked child: see `group.standing.Attached`."""
+        """Drop the communicator in a forked child: see `group.group_status.GroupPart`."""
         _of_parent.append(self._raw)
         self._raw = None
 

@@ -18,10 +18,10 @@ from commlib.devices.array import DeviceArray
 from commlib.devices.arrays import device_of
 from commlib.devices.protocol import Device
 from commlib.dtypes import Array
-from commlib.errors import CommlibError, PeerError, ShutdownError, TransportError, UsageError
+from commlib.errors import PeerError, ShutdownError, TransportError, UsageError
 from commlib.group.arguments import integer
-from commlib.group.group import Group
 from commlib.p2p.channels.channel import Channel
+from commlib.p2p.channels.device_staging import StagedMessage, convert_errors, copy_in
 from commlib.p2p.channels.ends import ChannelEnds
 from commlib.p2p.channels.payload import ChannelSpec, Shape
 from commlib.p2p.channels.send_checks import check_sendable
@@ -42,6 +42,28 @@ class Message(NamedTuple):
     note: bytes
 
 
+class DirectionLock:
+    """Runs the calls of one direction one after another; refuses a call within another call of the same thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._is_held = threading.RLock(), False
+
+    @contextmanager
+    def hold(self, what: str) -> Iterator[None]:
+        """Hold it within the block. what: the call, for errors."""
+        with self._lock:
+            if self._is_held:
+                raise UsageError(
+                    f"{what}: called during another call of the same channel, in the same thread, perhaps by a signal "
+                    "handler: let the handler set a flag, and call after the other call has returned"
+                )
+            try:
+                self._is_held = True
+                yield
+            finally:
+                self._is_held = False
+
+
 class DeviceChannel:
     """One rank's side of an edge between devices. `Communicator.channel` with `device=` opens it, on both ranks.
 
@@ -52,15 +74,15 @@ class DeviceChannel:
     - A message may carry a number and a few host bytes: `tag`, `note`.
     """
 
-    def __init__(self, channel: Channel, group: Group, edge: DeviceEdge, terms: ChannelSpec) -> None:
+    def __init__(self, channel: Channel, edge: DeviceEdge, terms: ChannelSpec) -> None:
         """channel: the host channel, which carries the headers."""
-        self._channel, self._group, self._edge = channel, group, edge
+        self._channel, self._edge = channel, edge
+        self._connection, self._queue = channel.connection, channel.queue
         self.device: Device = edge.device
         self.peer, self.edge, self.text, self.ends = channel.peer, channel.edge, channel.text, channel.ends
         self.dtype, self.depth = terms.dtype, terms.depth
         self._shape = terms.shape  # of the last message sent
-        self._sending, self._receiving = threading.RLock(), threading.RLock()
-        self._is_sending = self._is_receiving = False
+        self._sending, self._receiving = DirectionLock(), DirectionLock()
         self._received = 0
         self._next: Array | None = None  # the host part of a message that arrived while device memory was missing
         self._unreleased: dict[int, tuple[DeviceArray, Array]] = {}  # by address of the array that `recv` returned
@@ -86,7 +108,7 @@ class DeviceChannel:
     @property
     def is_direct(self) -> bool:
         """Whether the devices copy the data, not host messages. Waits until the other side has opened the channel."""
-        self._channel.connect(f"is_direct of {self.text}")
+        self._connection.connect(f"is_direct of {self.text}")
         return not self._edge.refusal
 
     # Public methods
@@ -106,16 +128,16 @@ class DeviceChannel:
         what = f"send on {self.text}{self.purpose()}"
         array = self._check_array(x)
         head = Header(array.shape, self._check_tag(tag), note)
-        with self._exclusive(what, self._sending, "_is_sending"):
+        with self._sending.hold(what):
             self._refuse(what)
-            self._channel.connect(what, timeout)
+            self._connection.connect(what, timeout)
             out = self._out
             if out is None:
                 # With room in the channel, `close` waits only for the device.
-                self._channel.await_room(what, timeout)
-                self._channel.send_later(self._by_host(array, head))
+                self._queue.await_room(what, timeout)
+                self._queue.submit(self._stage(array, head))
                 return
-            self._channel.await_room(what, timeout)
+            self._queue.await_room(what, timeout)
             out.reserve(array.nbytes)
             with self._all_or_fail(what):
                 self._channel.send(self._put(out, array, head))
@@ -125,34 +147,17 @@ class DeviceChannel:
         what = f"send on {self.text}"
         array = self._check_array(x)
         head = Header(array.shape, self._check_tag(tag), note)
-        with self._exclusive(what, self._sending, "_is_sending"):
+        with self._sending.hold(what):
             self._refuse(what)
-            has_room, is_connected = self._channel.has_room(what), self.ends.is_connected
+            has_room, is_connected = self._queue.has_room(what), self.ends.is_connected
             if is_connected and (out := self._out) is None:
-                return self._channel.send_later(self._by_host(array, head))
+                return self._queue.submit(self._stage(array, head))
             if has_room and out is not None:
                 out.reserve(array.nbytes)
                 with self._all_or_fail(what):
                     self._channel.send(self._put(out, array, head))
                 return Work.ended(what, None)
-            # A later send uses a copy and a private stream. The path may not be decided yet.
-            copy, event, stream = array.copy(), self.device.current().record(), self.device.stream()
-            by_host: list[Callable[[], Array | None]] = []
-
-            def make() -> Array | None:
-                with _convert_errors(), self.device.using(stream):
-                    if (out := self._out) is not None:
-                        out.reserve(copy.nbytes)
-                        stream.wait(event)
-                        message = self._put(out, copy, head)
-                        out.under_way.add(stream.record(), copy)
-                        return message
-                    if not by_host:
-                        stream.wait(event)
-                        by_host.append(self._by_host(copy, head))
-                    return by_host[0]()
-
-            return self._channel.send_later(make)
+            return self._queue.submit(_LaterMessage(self, array, head))
 
     def recv(self, timeout: float | None = None) -> Any:
         """Receive the next message; return an array of the channel's dtype and the message's shape.
@@ -176,7 +181,7 @@ class DeviceChannel:
             timeout: Seconds; None: without a limit.
         """
         what = f"recv on {self.text}{self.purpose()}"
-        with self._exclusive(what, self._receiving, "_is_receiving"):
+        with self._receiving.hold(what):
             self._refuse(what)
             if self._next is None:
                 self._next = self._channel.recv(timeout)
@@ -187,12 +192,13 @@ class DeviceChannel:
             with self._all_or_fail(what):
                 self._received += 1
                 if self._received != self.ends.incoming.count:
+                    group = self._connection.group
                     raise TransportError(
-                        f"{self._group.name}: {what}: rank {self._group.rank}: message {self._received} was lost when "
+                        f"{group.name}: {what}: rank {group.rank}: message {self._received} was lost when "
                         "a call was interrupted: close the channel and open it again, on both sides"
                     )
                 if self._edge.refusal or self._edge.incoming is None:
-                    self._copy_in(into, payload)
+                    copy_in(into, payload)
                 else:
                     if head.news:
                         self._edge.incoming.switch_memory(head.news.decode())
@@ -237,9 +243,9 @@ class DeviceChannel:
         """
         what = f"buffer of {self.text}{self.purpose()}"
         lengths = self._shape if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
-        with self._exclusive(what, self._sending, "_is_sending"):
+        with self._sending.hold(what):
             self._refuse(what)
-            self._channel.await_room(what, timeout)
+            self._queue.await_room(what, timeout)
             if (out := self._out) is None or out.by_host:  # no kernel should compute in host memory
                 return self.device.empty(lengths, self.dtype)
             nbytes = math.prod(lengths) * self.dtype.itemsize
@@ -261,7 +267,7 @@ class DeviceChannel:
             reason: The text of the error of later calls on the other side.
         """
         if self.ends.is_connected and self._out is None:
-            self._channel.flush(_COPYING)
+            self._connection.flush(_COPYING)
         self._channel.close(reason)
 
     # Between the devices
@@ -282,32 +288,13 @@ class DeviceChannel:
         """Let the poller check the streams, which may wait for a lost peer."""
         if not self._edge.is_watched:
             self._edge.is_watched = True
-            self._group.runtime.poller.watch(_EdgeCheck(self.text, self.ends, self._edge), self._group, awaited=False)
+            group = self._connection.group
+            group.runtime.poller.watch(_EdgeCheck(self.text, self.ends, self._edge), group, awaited=False)
 
-    # By host messages
-
-    def _by_host(self, array: DeviceArray, head: Header) -> Callable[[], Array | None]:
-        """Queue a copy to host memory; return a function that returns the message once the copy is done."""
-        message = self.device.staging(head.nbytes + array.nbytes)
-        head.write(message)
-        if array.nbytes:
-            self.device.copy(message[head.nbytes :], array.reshape(-1).view("uint8"))
-        event = self.device.current().record()
+    def _stage(self, array: DeviceArray, head: Header) -> StagedMessage:
+        """Queue the copy of the next message's data to host memory."""
         self._shape = array.shape
-
-        def make() -> Array | None:
-            # The device must be current in this thread: see `DeviceEdge.is_over`.
-            with _convert_errors(), self.device.using(self.device.current()):
-                return message if event.done() else None
-
-        return make
-
-    def _copy_in(self, into: DeviceArray, payload: Array) -> None:
-        """Queue a copy from host memory."""
-        if into.nbytes:
-            block = self.device.staging(into.nbytes)
-            block[:] = payload
-            self.device.copy(into.reshape(-1).view("uint8"), block)
+        return StagedMessage(array, head)
 
     # Checks
 
@@ -328,30 +315,15 @@ class DeviceChannel:
 
     def _refuse(self, what: str) -> None:
         """Raise an error if the channel has ended, or if streams were released, so that received data is invalid."""
-        group = self._group
+        group = self._connection.group
         if self.ends.has_notified and not self._edge.lost:
-            self._channel.connect(what)  # raises the reason, if known
+            self._connection.connect(what)  # raises the reason, if known
             raise ShutdownError(f"{group.name}: {what}: rank {group.rank}: the channel has ended")
         if self._edge.lost:
             error = PeerError(f"{group.name}: {what}: rank {group.rank}: lost rank {self.peer}: {self._edge.lost}")
             error.missing = {self.peer: self._edge.lost}
-            self._channel.give_up(what, error)
+            self._connection.give_up(what, error)
             raise error
-
-    @contextmanager
-    def _exclusive(self, what: str, lock: Any, flag: str) -> Iterator[None]:
-        """Run the calls of one direction one after another."""
-        with lock:
-            if getattr(self, flag):
-                raise UsageError(
-                    f"{what}: called during another call of the same channel, in the same thread, perhaps by a signal "
-                    "handler: let the handler set a flag, and call after the other call has returned"
-                )
-            try:
-                setattr(self, flag, True)
-                yield
-            finally:
-                setattr(self, flag, False)
 
     @contextmanager
     def _all_or_fail(self, what: str) -> Iterator[None]:
@@ -359,8 +331,35 @@ class DeviceChannel:
         try:
             yield
         except BaseException as error:
-            self._channel.give_up(what, error)
+            self._connection.give_up(what, error)
             raise
+
+
+class _LaterMessage:
+    """A message that is sent once there is room: a copy of the array, and a private stream.
+
+    Calling it returns the host message; None while it is not ready. Only then it is known whether the devices can reach
+    each other.
+    """
+
+    def __init__(self, channel: DeviceChannel, array: DeviceArray, head: Header) -> None:
+        self._channel, self._copy, self._head = channel, array.copy(), head
+        self._copied, self._stream = channel.device.current().record(), channel.device.stream()
+        self._staged: StagedMessage | None = None
+
+    def __call__(self) -> Array | None:
+        channel, copy, stream = self._channel, self._copy, self._stream
+        with convert_errors(), channel.device.using(stream):
+            if (out := channel._out) is not None:
+                out.reserve(copy.nbytes)
+                stream.wait(self._copied)
+                message = channel._put(out, copy, self._head)
+                out.under_way.add(stream.record(), copy)
+                return message
+            if self._staged is None:
+                stream.wait(self._copied)
+                self._staged = channel._stage(copy, self._head)
+            return self._staged()
 
 
 class _EdgeCheck:
@@ -378,14 +377,3 @@ class _EdgeCheck:
         if (bye := self._ends.bye()) is not None and bye["failed"]:
             self._edge.fail()
         return self._edge.look()
-
-
-@contextmanager
-def _convert_errors() -> Iterator[None]:
-    """Convert foreign errors of a device library to TransportError, for the thread that waits for the work."""
-    try:
-        yield
-    except CommlibError:
-        raise
-    except Exception as error:
-        raise TransportError(f"a device failed: {type(error).__name__}: {error}") from error

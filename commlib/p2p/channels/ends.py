@@ -97,8 +97,8 @@ class ChannelEnds:
             if verdict is None:
                 return False
             self.device.settle(verdict)
-        self.outgoing.halt(yes=bool(self.unreachable))
-        self.incoming.halt(yes=False)
+        self.outgoing.flag.halt(yes=bool(self.unreachable))
+        self.incoming.flag.halt(yes=False)
         self.is_connected = True
         return True
 
@@ -145,8 +145,8 @@ class ChannelEnds:
 
     def halt(self) -> None:
         """Stop both directions."""
-        self.outgoing.halt(yes=True)
-        self.incoming.halt(yes=True)
+        self.outgoing.flag.halt(yes=True)
+        self.incoming.flag.halt(yes=True)
 
     def notify(self, reason: str, *, failed: bool = False) -> None:
         """Send the other side the reason for this side's end, once. failed: the end is due to an error."""

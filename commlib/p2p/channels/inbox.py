@@ -125,5 +125,5 @@ class Inbox(NodeEnd):
 
     def close(self) -> None:
         """Drop the memory; it stays alive while arrays of it are in use."""
-        self.halt(yes=True)
+        self.flag.halt(yes=True)
         self.peer_memory.withdraw()

@@ -17,6 +17,7 @@ from commlib.buffers.peer_memory import PeerMapping
 from commlib.dtypes import Array
 from commlib.kernels.host import arrays
 from commlib.kernels.host import channel as kernels
+from commlib.p2p.channels.halt_flag import HaltFlag
 from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import WaitHook
 from commlib.transport.naps import kernel_naps
@@ -61,8 +62,7 @@ class NodeEnd:
         self._end[_WAITING_FIELDS] = self._usual = _only_polls(spins)
         self._patient = waiting_fields(spins)
         self._end[kernels.STREAMED] = _STREAMED_BYTES
-        self._is_halted, self._is_deferred = True, False
-        self._end[kernels.HALTED] = 1  # until both ends are connected
+        self.flag = HaltFlag(self._end, halted=True)  # until both ends are connected
         self._memory: PeerMapping | None = None  # of the headers
         self._slots: list[Array] = []
 
@@ -70,11 +70,6 @@ class NodeEnd:
     def count(self) -> int:
         """The number of messages that this end has sent or received."""
         return int(self._end[kernels.COUNT])
-
-    def halt(self, *, yes: bool) -> None:
-        """Make every kernel return STOPPED (yes), or end this (no)."""
-        self._is_halted = yes
-        self._end[kernels.HALTED] = yes or self._is_deferred
 
     def _lay_out(self, memory: PeerMapping, offset: int, stride: int, heads: int | None = None) -> None:
         """Place the slots in `memory`, starting at `offset`."""

@@ -141,11 +141,6 @@ class Outbox(NodeEnd):
         """Whether the receiver has not yet mapped the memory of some message."""
         return not self.is_settled
 
-    def defer(self, *, yes: bool) -> None:
-        """Make `put` return STOPPED, because queued messages go first (yes), or end this (no)."""
-        self._is_deferred = yes
-        self._end[kernels.HALTED] = yes or self._is_halted
-
     def tidy(self) -> None:
         """Withdraw memory that the receiver has mapped. The poller may do the same at the same time."""
         self._withdraw([number for number in list(self._larger) if number < self._block[MAPPED_BY_RECEIVER]])
@@ -157,5 +152,5 @@ class Outbox(NodeEnd):
 
     def close(self) -> None:
         """Free the memory, even of messages that the receiver has not mapped."""
-        self.halt(yes=True)
+        self.flag.halt(yes=True)
         self._withdraw(list(self._larger))

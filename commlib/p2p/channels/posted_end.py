@@ -24,6 +24,7 @@ from commlib.kernels.host import network_channel as kernels
 from commlib.kernels.host.channel import COUNT, DEPTH, HALTED, let_go
 from commlib.kernels.host.network_channel import LENGTHS, WHAT, take_turn
 from commlib.kernels.host.node import entry_point
+from commlib.p2p.channels.halt_flag import HaltFlag
 from commlib.p2p.channels.node_end import ARRAYS_ARE_WHERE_EXPECTED
 from commlib.p2p.channels.payload import PayloadFormat, Shape
 from commlib.transport.base import PersistentMessage, Request, Transport
@@ -121,17 +122,17 @@ class PostedEnd:
         self.form, self.shape, self._dtype = form, shape, dtype
         self._room, self._tag = max(form.nbytes(shape), _LEAST_ROOM), 0
         self._generation = 1
-        self.is_half_way = self._halted = self._is_deferred = False
+        self.is_half_way = False
         self._rows = np.zeros((depth, kernels.ROW_FIELDS), np.int64)
         self._end = end = np.zeros(kernels.POSTED_FIELDS, np.int64)
-        self.at = address_of(end)
+        self.at, self.flag = address_of(end), HaltFlag(end, halted=False)
         end[DEPTH], end[kernels.ROWS], end[kernels.POLLS] = depth, address_of(self._rows), _POLLS
         functions = transport.functions
         self._is_compiled = functions is not None and form.is_plain and ARRAYS_ARE_WHERE_EXPECTED
         if functions is not None:
-            self._flag, self._status = np.zeros(1, np.int32), np.zeros(functions.status_bytes, np.uint8)
+            self._buffers = np.zeros(1, np.int32), np.zeros(functions.status_bytes, np.uint8)
             end[kernels.START], end[kernels.TEST] = functions.start, functions.test
-            end[kernels.FLAG], end[kernels.STATUS] = address_of(self._flag), address_of(self._status)
+            end[kernels.FLAG], end[kernels.STATUS] = (address_of(buffer) for buffer in self._buffers)
         # MPI allows one thread at a time to test a request. Reentrant, for calls from signal handlers.
         self.lock, self._turn = threading.RLock(), KernelLock(self.at)
         self._slots: list[PostedSlot] = []
@@ -140,16 +141,6 @@ class PostedEnd:
     def count(self) -> int:
         """The number of messages that this end has sent or received."""
         return int(self._end[COUNT])
-
-    def halt(self, *, yes: bool) -> None:
-        """Stop this end (yes), or let it continue (no)."""
-        self._halted = yes
-        self._end[HALTED] = yes or self._is_deferred
-
-    def defer(self, *, yes: bool) -> None:
-        """Stop the compiled functions, because queued messages go first (yes), or end this (no)."""
-        self._is_deferred = yes
-        self._end[HALTED] = yes or self._halted
 
     def _data_tag(self) -> int:
         return self._tag + self._generation

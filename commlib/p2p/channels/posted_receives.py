@@ -85,7 +85,7 @@ class PostedReceives(PostedEnd):
     def has_arrived(self) -> bool:
         """Make progress; return whether the next message has arrived."""
         with self.lock, self._turn:
-            while not self._halted and self._end[POSTED]:
+            while not self.flag.halted and self._end[POSTED]:
                 slot = self._pending_slots()[0]
                 assert slot.request is not None
                 if not slot.request.test():
@@ -125,12 +125,12 @@ class PostedReceives(PostedEnd):
 
         Raises UsageError if all slots hold unreleased messages.
         """
-        while not self._halted:
-            poll(lambda: self.has_arrived() or not self._end[POSTED] or self._halted, on_wait)
+        while not self.flag.halted:
+            poll(lambda: self.has_arrived() or not self._end[POSTED] or self.flag.halted, on_wait)
             with self.lock, self._turn:
                 if self.has_arrived():
                     return self._take()
-                if not self._end[POSTED] and not self._halted:
+                if not self._end[POSTED] and not self.flag.halted:
                     raise UsageError(
                         f"{text}: all {self._depth} slots hold received messages, and none is released: call release, "
                         "or open the channel with a larger depth"
@@ -167,7 +167,7 @@ class PostedReceives(PostedEnd):
                 chosen = [number for number in slots if _is_in(view, self._slots[number])][:1]
                 before = [old for old in self._old_views if np.may_share_memory(view, old)][:1]
             for number in chosen:
-                if self._halted:
+                if self.flag.halted:
                     self._slots[number].row[HELD] = 0
                 else:
                     self._post(number)

@@ -86,10 +86,10 @@ class PostedSends(PostedEnd):
         """Send a contiguous array of the dtype, of any shape."""
         if self._owner == threading.get_ident():
             raise UsageError(f"{text}: called during another send on the same channel, perhaps by a signal handler")
-        while not self._halted:
-            poll(lambda: self.has_room() or self._halted, on_wait)
+        while not self.flag.halted:
+            poll(lambda: self.has_room() or self.flag.halted, on_wait)
             with self.lock, self._turn:
-                if self.has_room() and not self._halted:
+                if self.has_room() and not self.flag.halted:
                     self._start(x)
                     return
         on_wait()  # raises the reason
@@ -147,7 +147,7 @@ class PostedSends(PostedEnd):
         """Return an array that `send` need not copy, unless it is longer than all messages before."""
         if not self.form.is_plain or self.form.nbytes(shape) > self._room:
             return self.form.view(np.empty(self.form.nbytes(shape), np.uint8), shape)
-        poll(lambda: self.has_room() or self._halted, on_wait)
+        poll(lambda: self.has_room() or self.flag.halted, on_wait)
         slot = self._next()
         if slot.view is None or slot.shape != shape:
             return self.form.view(slot.payload(len(shape)), shape)

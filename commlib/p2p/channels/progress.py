@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -23,9 +22,7 @@ class ChannelProgress:
     """Progress of both directions of one channel."""
 
     def __init__(self, group: Group, ends: ChannelEnds, text: str) -> None:
-        self._poller, self._owner = group.runtime.poller, weakref.ref(group)
-        self._ends = weakref.ref(ends)
-        self._text = text
+        self._group, self._ends, self._text = group, ends, text
         self._sending = self._listening = False
         self._sends = 0  # how often `sent` was called
         self._listens = isinstance(ends.incoming, PostedReceives)
@@ -33,12 +30,11 @@ class ChannelProgress:
 
     def sent(self, *, lags: bool = False) -> None:
         """Watch sent messages that have not left or been mapped yet. lags: there is such a message."""
-        ends = self._ends()
+        outgoing = self._ends.outgoing
         self._sends += 1  # before reading `_sending`: see `_send`
-        lags = not self._sending and ends is not None and (lags or ends.outgoing.may_lag)
-        if lags and ends is not None and ends.outgoing.is_in_flight:
+        if not self._sending and (lags or outgoing.may_lag) and outgoing.is_in_flight:
             self._sending = True
-            self._poller.watch(_ProgressTask(f"send on {self._text}", self._send), self._owner())
+            self._group.runtime.poller.watch(_ProgressTask(f"send on {self._text}", self._send), self._group)
 
     def received(self) -> None:
         """Poll for the next messages for a while."""
@@ -46,19 +42,20 @@ class ChannelProgress:
             self._until = time.monotonic() + _LISTENING
             if not self._listening:
                 self._listening = True
-                self._poller.watch(_ProgressTask(f"recv on {self._text}", self._listen), self._owner(), awaited=False)
+                self._group.runtime.poller.watch(
+                    _ProgressTask(f"recv on {self._text}", self._listen), self._group, awaited=False
+                )
 
     def _send(self) -> bool:
-        ends, before = self._ends(), self._sends
-        if ends is None or not _poll(ends, sending=True):
+        before = self._sends
+        if not _poll(self._ends, sending=True):
             self._sending = False
             # A send between the poll and this line saw `_sending` and relies on this watch.
-            self._sending = self._sends != before and ends is not None
+            self._sending = self._sends != before
         return not self._sending
 
     def _listen(self) -> bool:
-        ends = self._ends()
-        if ends is None or time.monotonic() > self._until or not _poll(ends, sending=False):
+        if time.monotonic() > self._until or not _poll(self._ends, sending=False):
             self._listening = False
         return not self._listening
 

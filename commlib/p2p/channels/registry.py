@@ -19,7 +19,7 @@ from commlib.devices.protocol import Device
 from commlib.dtypes import numpy_dtype
 from commlib.errors import CommlibError, ShutdownError, TransportError, UsageError
 from commlib.group.arguments import integer
-from commlib.node.board import LEFT
+from commlib.node.rank_table import LEFT
 from commlib.p2p.channels.drain import drain
 from commlib.p2p.channels.payload import ChannelCodec, ChannelSpec, CodedFormat, PayloadFormat, PlainFormat
 from commlib.p2p.channels.posted_end import MOST_DIMENSIONS, TAGS
@@ -29,6 +29,7 @@ from commlib.process import forks
 if TYPE_CHECKING:
     from commlib.group.group import Group
     from commlib.p2p.channels.channel import Channel
+    from commlib.p2p.channels.connection import Connection
     from commlib.p2p.channels.device_channel import DeviceChannel
     from commlib.p2p.channels.ends import ChannelEnds
     from commlib.p2p.device.edge import DeviceEdge
@@ -44,9 +45,9 @@ class Channels:
     """The channels of one group. Costs nothing until the first one is opened."""
 
     def __init__(self, group: Group, letters: RendezvousOwner) -> None:
-        self._group, self._letters = weakref.ref(group), letters
+        self._group, self._letters = group, letters
         self._mailbox: Rendezvous | None = None
-        self._open: dict[Address, weakref.ref[Channel]] = {}
+        self._open: dict[Address, weakref.ref[Connection]] = {}  # weak: a channel may be dropped
         self._opened: Counter[tuple[int, int | str]] = Counter()
         self._created = 0
         self._dropped: deque[ChannelEnds] = deque()  # ends of channels that were not closed; filled by finalizers
@@ -65,8 +66,7 @@ class Channels:
         device: Device | None = None,
     ) -> Any:
         """Open this rank's side of a channel: see `Communicator.channel`."""
-        group = self._group()
-        assert group is not None
+        group = self._group
         terms, form = _make_spec(group, peer, edge, shape, dtype, depth, codec, device)
         text = f"channel {edge!r} with rank {peer}"
         forks.check(text)
@@ -106,6 +106,7 @@ class Channels:
         device: Device | None,
     ) -> Channel | DeviceChannel:
         from commlib.p2p.channels.channel import Channel  # loads kernels, and few groups have channels
+        from commlib.p2p.channels.connection import Connection
         from commlib.p2p.channels.ends import ChannelEnds
 
         self._opened[address.peer, address.edge] += 1
@@ -118,15 +119,16 @@ class Channels:
             raise
         mailbox.post(address, "hello", **ends.hello())
         mailbox.expect(address)
-        channel = Channel(group, self, ends, text)
-        self._open[address] = weakref.ref(channel)
-        weakref.finalize(channel, self._dropped.append, ends).atexit = False
+        connection = Connection(group, self, ends, text)
+        self._open[address] = weakref.ref(connection)
+        weakref.finalize(connection, self._dropped.append, ends).atexit = False
+        channel = Channel(connection)
         if edge is None:
             return channel
         from commlib.p2p.channels.device_channel import DeviceChannel
 
         group.runtime.poller.watch(_Handshake(text, group, ends, self._log_path), group, awaited=False)
-        return DeviceChannel(channel, group, edge, terms)
+        return DeviceChannel(channel, edge, terms)
 
     def _edge(self, group: Group, device: Device, peer: int, terms: ChannelSpec) -> DeviceEdge:
         from commlib.p2p.device.edge import DeviceEdge
@@ -176,18 +178,18 @@ class Channels:
 
     def halt(self) -> None:
         """Stop all channels, as in a forked child."""
-        for channel in self._channels():
-            channel.ends.halt()
+        for connection in self._connections():
+            connection.ends.halt()
 
     def leave(self, reason: str) -> None:
         """End all channels, because the group has failed or is closing. Blocks briefly at most. Idempotent."""
         if self._mailbox is None or self._leave_reason:
             return
         self._leave_reason = reason or LEFT
-        for channel in self._channels():
-            if channel.ends.device is not None and not reason:
-                channel.flush(_PARTING)
-            self.end(channel.ends, self._leave_reason, failed=bool(reason))
+        for connection in self._connections():
+            if connection.ends.device is not None and not reason:
+                connection.flush(_PARTING)
+            self.end(connection.ends, self._leave_reason, failed=bool(reason))
         self.sweep()
         if not reason:
             self.close()
@@ -203,11 +205,11 @@ class Channels:
                 ends.device.part(deadline)
             ends.close()
 
-    def _channels(self) -> Sequence[Channel]:
-        return [channel for reference in list(self._open.values()) if (channel := reference()) is not None]
+    def _connections(self) -> Sequence[Connection]:
+        return [connection for reference in list(self._open.values()) if (connection := reference()) is not None]
 
 
-def _is_open(reference: weakref.ref[Channel]) -> bool:
+def _is_open(reference: weakref.ref[Connection]) -> bool:
     return reference() is not None
 
 
@@ -218,11 +220,11 @@ class _Handshake:
         self, text: str, group: Group, ends: ChannelEnds, log_path: Callable[[Group, ChannelEnds], None]
     ) -> None:
         self.description, self._text = f"opening {text}", text
-        self._group, self._ends, self._log_path = weakref.ref(group), weakref.ref(ends), log_path
+        self._group, self._ends, self._log_path = group, ends, log_path
 
     def done(self) -> bool:
-        group, ends = self._group(), self._ends()
-        if group is None or ends is None or ends.has_notified:
+        group, ends = self._group, self._ends
+        if ends.has_notified:
             return True
         try:
             if not ends.try_connect(group, self._text):

@@ -15,7 +15,7 @@ from commlib.dtypes import Array
 from commlib.p2p.lanes.send_pieces import CopiedPiece
 
 if TYPE_CHECKING:
-    from commlib.group.group import Group
+    from commlib.group.waits import Waits
 
 
 class StagedSend:
@@ -24,11 +24,11 @@ class StagedSend:
     Without pieces the copy and all earlier work of the current stream are complete.
     """
 
-    def __init__(self, comm: Group, array: DeviceArray, verb: str, piece: int) -> None:
+    def __init__(self, waits: Waits, array: DeviceArray, verb: str, piece: int) -> None:
         """piece: the bytes of each piece, 0 for a single copy."""
         self.pieces: list[CopiedPiece] = []
         if not 0 < piece < array.nbytes:
-            self.memory = stage_to_host(comm, array, verb)
+            self.memory = stage_to_host(waits, array, verb)
             return
         device, data, memory = array.device, array.view("uint8"), array.device.staging(array.nbytes)
         for start in range(0, array.nbytes, piece):
@@ -61,11 +61,11 @@ class StagedReceive:
             self.land(self._landed, self._array.nbytes)
 
 
-def await_device(comm: Group, array: DeviceArray, verb: str) -> None:
+def await_device(waits: Waits, array: DeviceArray, verb: str) -> None:
     """Wait for the earlier work of the current stream, after which messages may read or write the array directly."""
-    wait_for(array.device.current().record(), comm.watch(f"{verb}: work on {array.device.name}", ()))
+    wait_for(array.device.current().record(), waits.watch(f"{verb}: work on {array.device.name}", ()))
 
 
-def stage_to_host(comm: Group, array: DeviceArray, what: str) -> Array:
+def stage_to_host(waits: Waits, array: DeviceArray, what: str) -> Array:
     """Return a complete host copy of an array, in its shape."""
-    return fetched_from(array, comm.watch(f"{what}: a copy from {array.device.name}", ()))
+    return fetched_from(array, waits.watch(f"{what}: a copy from {array.device.name}", ()))

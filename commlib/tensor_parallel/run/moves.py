@@ -36,7 +36,8 @@ def run(axis: ParallelAxis, move: Redistribute, x: Any, *, may_write: bool = Fal
     if type(x) is DeviceArray:
         if move.name in ("copy", "scatter") or axis.wire(x.dtype).is_plain:
             return run_on_device(axis, move, x, may_write=may_write)
-        result, known = run(axis, move, stage_to_host(axis.comm.group, x, move.name))  # codecs of moves run on the host
+        on_host = stage_to_host(axis.comm.group.waits, x, move.name)  # codecs of moves run on the host
+        result, known = run(axis, move, on_host)
         return copy_to_device(result, x.device), known
     if move.name == "copy" or (axis.size == 1 and move.name != "all_to_all"):
         return _contiguous(x), move

@@ -14,8 +14,10 @@ from commlib.compress.schemes.power_sgd import PowerSGD
 from commlib.config.settings import Config
 from commlib.data_parallel.bucket_reducer import BucketReducer
 from commlib.data_parallel.buckets import Parameter, make_buckets
-from commlib.data_parallel.compressed_plans import CompressedPlans
+from commlib.data_parallel.compressed_reduction import CompressedReduction
 from commlib.data_parallel.memory import BucketMemory
+from commlib.data_parallel.options import Gradient
+from commlib.data_parallel.reducer_ranks import OrderedRanks
 from commlib.devices.array import DeviceArray
 from commlib.errors import UsageError
 from tests.bodies import loopback
@@ -155,8 +157,10 @@ def test_compressed_buckets_match_the_bits_of_the_host(scheme, early):
                 Parameter(name, int(np.prod(shape)), "float32", 4, device=device) for name, shape in shapes.items()
             ]
             compression = GradientCompression(comm, scheme, within_node=True)
-            plans = CompressedPlans(comm, compression, list(shapes.items())).start()
-            engine = BucketReducer(comm, make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY), plans)
+            gradients = [Gradient(name, shape, "float32", device) for name, shape in shapes.items()]
+            reduction = CompressedReduction(OrderedRanks(comm), compression, gradients)
+            buckets = make_buckets(specs, first_bucket_mib=TINY, bucket_cap_mib=TINY)
+            engine = BucketReducer(comm, buckets, reduction.plan)
             values = []
             for step in range(4):
                 engine.move(step % 2, aside=step > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,20 @@ def test_rank_0_sets_a_given_order() -> None:
         reducer, _ = reducer_of(comm, order=[0, 1, 2, 3] if comm.rank == 0 else [3, 2, 1, 0])
         assert reducer.order_is_settled
         assert [i for bucket in reducer.buckets for i in bucket.parameters if i < 4] == [0, 1, 2, 3]
+
+    run(ONE_NODE, rank)
+
+
+def test_a_step_without_gradients_reduces_nothing() -> None:
+    """An optimizer whose parameters are all frozen raised KeyError in its first step."""
+
+    def rank(comm: Communicator) -> None:
+        reducer, _ = reducer_of(comm, [])
+        for _ in range(2):
+            reducer.synchronize()
+            reducer.stepped()
+            reducer.cleared()
+        assert reducer.contribute_nothing() is None
 
     run(ONE_NODE, rank)
 
@@ -299,6 +314,107 @@ def test_sharded_training_matches_one_process(nodes: Sequence[int]) -> None:
     run(nodes, rank)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "pairs"),
+    [
+        ([0, 0, 1, 1], "neighbours"),  # a copy on each node
+        ([0, 0, 1, 1], "strangers"),  # a copy on two nodes
+        ([0, 0, 0, 0], "neighbours"),
+        ([0, 0, 1, 1], "single"),  # each rank has a copy
+        ([0, 0, 1, 1], "all"),
+    ],
+)
+def test_shards_are_replicated_over_a_second_axis(nodes: Sequence[int], pairs: str) -> None:
+    """The parameters are those of one process: shards over one axis of ranks are averaged over the other one."""
+    colors = {"neighbours": [0, 0, 1, 1], "strangers": [0, 1, 0, 1], "single": [0, 1, 2, 3], "all": [0] * 4}[pairs]
+
+    def rank(comm: Communicator) -> None:
+        axis = comm.split(colors[comm.rank])
+        assert axis is not None
+        reducer, values = reducer_of(comm, shard=True, shard_axis="node", axes={"node": axis})
+        shards = reducer.shards
+        whole = [gradient(9, index) for index in range(4)]
+        for bucket in range(len(reducer.buckets)):
+            assert len(shards.own(bucket)) * colors.count(colors[comm.rank]) == reducer.buckets[bucket].flags
+            for piece in shards.pieces(bucket):
+                flat = whole[piece.parameter].reshape(-1)
+                shards.own(bucket)[piece.start : piece.stop] = flat[piece.first :][: piece.stop - piece.start]
+        for step in range(3):
+            given = {i: gradient(comm.rank, i, step) for i in ([3, 2, 1, 0] if comm.rank or step else [3, 1, 0])}
+            assert backward(reducer, values, given) == [None] * 4
+            for bucket in range(len(reducer.buckets)):
+                shards.own(bucket)[...] -= shards.gradients(bucket)
+            reducer.gather()
+            reducer.stepped()
+            for index in range(4):
+                whole[index] = whole[index] - mean(4, index, step, None if step or index != 2 else [1, 2, 3])
+                np.testing.assert_array_equal(reducer.gathered(index), whole[index].reshape(-1))
+        assert reducer.statistics.early_launches > 0
+
+    run(nodes, rank)
+
+
+def test_each_axis_is_sharded_and_scaled() -> None:
+    """A scale of sharded gradients was ignored."""
+    gradients = [
+        Gradient("dense", (8,), "float64"),
+        Gradient("expert", (8,), "float64", axis="edp", scale=0.5),
+    ]
+
+    def rank(comm: Communicator) -> None:
+        edp, node = comm.split_all([(comm.rank % 2, 0, ""), (comm.rank // 4, 0, "")])
+        for shard_axis, parts in (("", 4), ("node", 2)):
+            reducer, values = reducer_of(
+                comm, gradients, axes={"edp": edp, "node": node}, shard=True, shard_axis=shard_axis
+            )
+            backward(reducer, values, {i: np.full(8, 8.0 * comm.rank) for i in range(2)})
+            dense, expert = 8 * 3.5, 0.5 * 8 * (3 + comm.rank % 2)
+            for bucket in reducer.buckets:
+                if bucket.flags:
+                    assert len(reducer.shards.own(bucket.index)) == bucket.flags // (parts * (1 if bucket.axis else 2))
+                for piece in reducer.shards.pieces(bucket.index):
+                    part = reducer.shards.gradients(bucket.index)[piece.start : piece.stop]
+                    assert set(part) == {expert if piece.parameter else dense}
+
+    loopback.run(8, rank, nodes=[0] * 4 + [1] * 4)
+
+
+def test_an_uneven_axis_cannot_hold_the_shards() -> None:
+    def rank(comm: Communicator) -> None:
+        axes = {"node": comm.split(int(comm.rank > 0))}
+        with pytest.raises(UsageError, match=r"over axis 'node': it has 1 of the ranks \[0, 1, 2\] in one place and 2"):
+            reducer_of(comm, shard=True, shard_axis="node", axes=axes)
+
+    loopback.run(3, rank)
+
+
+def test_gradients_that_are_not_sharded_have_no_shards() -> None:
+    def rank(comm: Communicator) -> None:
+        reducer, _ = reducer_of(comm)
+        for use in (lambda: reducer.shards, reducer.gather, lambda: reducer.gathered(0)):
+            with pytest.raises(UsageError, match="gradients are not sharded"):
+                use()
+
+    run(ONE_NODE, rank)
+
+
+def test_half_precision_on_the_wire_does_not_exclude_sharding() -> None:
+    """Between nodes of several ranks, the cast was replaced by a codec, which sharding excludes."""
+
+    def rank(comm: Communicator) -> None:
+        narrow = [replace(one, dtype="float32") for one in GRADIENTS]
+        reducer, values = reducer_of(comm, narrow, shard=True, compression="fp16")
+        backward(reducer, values, {i: gradient(comm.rank, i) for i in range(4)})
+        for bucket in range(len(reducer.buckets)):
+            for piece in reducer.shards.pieces(bucket):
+                expected = mean(4, piece.parameter).reshape(-1)[piece.first :][: piece.stop - piece.start]
+                part = reducer.shards.gradients(bucket)[piece.start : piece.stop]
+                assert part.dtype == np.float16
+                np.testing.assert_array_equal(part, expected)
+
+    run([0, 0, 1, 1], rank)
+
+
 def test_parts_cover_all_parameters_once() -> None:
     def rank(comm: Communicator) -> Any:
         reducer, _ = reducer_of(comm, shard=True)
@@ -342,6 +458,8 @@ def test_flags_may_be_numbers(value: Any) -> None:
 def test_options_that_sharding_excludes_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot be compressed"):
         Options(shard=True, compression="int8")
+    with pytest.raises(UsageError, match="shard_axis='node' needs shard=True"):
+        Options(shard_axis="node")
 
     def rank(comm: Communicator) -> None:
         reducer, _ = reducer_of(comm, shard=True)
@@ -413,6 +531,24 @@ def test_a_joined_rank_adds_nothing() -> None:
         assert reducer.contribute_nothing() == comm.size - 1 - comm.rank
 
     loopback.run(3, rank)
+
+
+def test_a_joined_rank_undoes_a_reduction_that_is_not_finite() -> None:
+    """It counted the step that all others skipped, so later ones were compressed differently."""
+
+    def rank(comm: Communicator) -> Any:
+        narrow = [replace(one, dtype="float32") for one in GRADIENTS]
+        reducer, values = reducer_of(comm, narrow, compression="dgc", within_node=True)
+        for value in (1.0, 2.0, np.inf) if comm.rank == 0 else (1.0, 2.0):
+            backward(reducer, values, {i: np.full(one.shape, value, np.float32) for i, one in enumerate(narrow)})
+            if np.isfinite(value):
+                reducer.stepped()
+            reducer.cleared()
+        reducer.contribute_nothing()
+        return {name: int(state["step"]) for name, state in reducer.compression.state().items()}
+
+    first, second = run(TWO_NODES, rank)
+    assert first == second != {}
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -141,7 +141,7 @@ def test_ranks_do_not_wait_for_an_interrupted_rank(calls, waited):
         for _ in range(calls):
             comm.barrier()
         if comm.rank == 2:
-            watch, until = comm.group.watch, time.monotonic() + waited
+            watch, until = comm.group.waits.watch, time.monotonic() + waited
 
             def interrupted(text, peers=None):
                 watchdog = watch(text, peers)
@@ -153,7 +153,7 @@ def test_ranks_do_not_wait_for_an_interrupted_rank(calls, waited):
 
                 return on_wait
 
-            comm.group.watch = interrupted
+            comm.group.waits.watch = interrupted
             with pytest.raises(Enough):
                 comm.barrier()
             interrupted_rank_left.set()

@@ -149,7 +149,7 @@ def test_a_fast_rank_does_not_overwrite_data_of_a_slow_reader(first, second, epo
 
     def check(comm):
         for _ in range(epochs):  # slots alternate by the number of meetings
-            comm.group.board.barrier(0, lambda: None)
+            comm.group.status.board.barrier(0, lambda: None)
         for _ in range(2):
             out = np.full(first, 1.0 + comm.rank)
             op: Any = ReduceFunction("float64", "sum", comm.size) if comm.rank == 0 else slow_op

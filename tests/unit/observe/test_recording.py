@@ -204,7 +204,7 @@ def test_recording_can_start_and_stop_during_operations(tmp_path):
         assert 0 < seen <= calls
         for path in paths:
             json.loads(path.read_text())
-        assert not comm.group.progress.pending and comm.group.journal.recorder is None
+        assert not comm.group.progress.pending and comm.group.progress.journal.recorder is None
 
     run(2, work)
 

@@ -13,6 +13,7 @@ import pytest
 from commlib.config.settings import Config
 from commlib.errors import MismatchError, ShutdownError, StallError
 from commlib.runtime.started_operations import StartedOperations
+from commlib.transport.base import Space
 from tests.bodies.loopback import run
 
 
@@ -82,12 +83,13 @@ def test_done_and_a_timeout_do_not_block():
             assert not work.done()
             with pytest.raises(StallError, match="not done after"):
                 work.wait(0.05)
-            comm.group.p2p.send(1, 5, memoryview(b"go"))
+            comm.group.transport.space(Space.MESSAGES).send(1, 5, memoryview(b"go"))
             while not work.done():
                 time.sleep(0.001)
             assert (work.result() == 2).all() and work.exception() is None
         else:
-            comm.group.p2p.wait([comm.group.p2p.recv(0, 5, memoryview(bytearray(2)))], lambda: None)
+            messages = comm.group.transport.space(Space.MESSAGES)
+            messages.wait([messages.recv(0, 5, memoryview(bytearray(2)))], lambda: None)
             comm.all_reduce(x, out=x)
 
     run(2, check)
