@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -34,13 +33,11 @@ from commlib.coordinator.negotiation import (
     Restart,
 )
 from commlib.coordinator.op_request import OpRequest
+from commlib.coordinator.op_table import OpTable
 from commlib.coordinator.pending_op import PendingOp, StallInspector
 from commlib.coordinator.records import Records
-from commlib.coordinator.unnamed_ops import UnnamedOps
 from commlib.errors import CommlibError, ShutdownError, StallError, UsageError
-from commlib.observe.flight_recorder import LAST
 from commlib.process import forks
-from commlib.runtime.recording import Recording
 
 log = logging.getLogger("commlib")
 
@@ -67,24 +64,20 @@ class Coordinator:
         self.serials: dict[str, int] = {}
         """Number of gradient sets made under each name: see `commlib.named_gradients.named_buckets`."""
         config = comm.config
-        self._recording: Recording = comm.runtime.recording
-        self._records = Records(self._recording, comm.name)
-        self._patience = StallInspector(config.stall_warning, config.timeout)
+        self._records = Records(comm.runtime.recording, comm.name)
+        self._stalls = StallInspector(config.stall_warning, config.timeout)
         if negotiation is None:
             negotiation = Negotiation(comm.rank, self.members, capacity=config.known_names)
         self._negotiation = negotiation
         self._cycle = Cycle(comm)
         self._execution = Execution(comm, self.members, config.fusion_mib << 20)
         self._wording = ErrorText(comm, self.members, self._negotiation)
-        self._lock = threading.Lock()  # for the negotiation and the pending operations
-        self._pending: dict[str, PendingOp] = {}
-        self._unnamed = UnnamedOps()
-        self._running: list[LaunchedOp] = []  # agreed on, not finished
-        self._flight: deque[OpRequest] = deque(maxlen=LAST)  # the last agreed operations
-        self._ended: GroupFailure | None = None
+        self._lock = threading.Lock()  # for the negotiation and the operations
+        self._ops = OpTable(comm.name, self._negotiation)
+        self._failure: GroupFailure | None = None
         self._driver = Driver(
             self._lock,
-            self._pending,
+            self._ops.pending,
             self._negotiation,
             comm.group,
             run=self._run_cycle,
@@ -104,11 +97,11 @@ class Coordinator:
             self._execution.staging = Staging(self.comm.group)
 
     def __repr__(self) -> str:
-        return f"<Coordinator of {self.comm.name}: {len(self._pending)} pending, {self.cycles} cycles>"
+        return f"<Coordinator of {self.comm.name}: {len(self._ops.pending)} pending, {self.cycles} cycles>"
 
     def next_name(self, verb: str) -> str:
         """Return a name for this rank's next operation of a verb without a user-given name: see `UnnamedOps`."""
-        return self._unnamed.next_name(verb)
+        return self._ops.unnamed.next_name(verb)
 
     def submit(
         self,
@@ -128,17 +121,14 @@ class Coordinator:
             if self._driver.closed:
                 forks.check(str(request))
                 raise ShutdownError(f"{request}: commlib has been shut down")
-            if self._ended is not None:
-                raise self._wording.after(self._ended, request)
-            if "join" in self._pending and request.verb not in ("join", RESTART.verb):
+            if self._failure is not None:
+                raise self._wording.after(self._failure, request)
+            if "join" in self._ops.pending and request.verb not in ("join", RESTART.verb):
                 raise UsageError(
                     f"{request}: this rank has joined and cannot submit operations until all ranks have joined"
                 )
-            if request.name in self._pending and self._unnamed.is_unnamed(request.name):
-                self._unnamed.hold_back(pending)
-            else:
-                self._ask(pending)
-            if self._recording.recorder is not None:
+            self._ops.add(pending)
+            if self._records.recording.recorder is not None:
                 self._records.queue(pending)
             if self._driver.napping or not blocking:
                 self._driver.notify()
@@ -153,37 +143,22 @@ class Coordinator:
         return self.submit(RESTART)
 
     def waiting(self) -> list[tuple[str, str, float]]:
-        """Return the pending operations, read without the lock: names, texts and start times (`time.monotonic`)."""
-        return [(name, str(pending.request), pending.since) for name, pending in list(self._pending.items())]
+        """Return the pending operations, read without the lock: see `OpTable.waiting`."""
+        return self._ops.waiting()
 
     def launched(self) -> list[tuple[str, str, bool]]:
-        """Return the last agreed operations, oldest first, without the lock: verb, text, and whether it has ended."""
-        jobs, flight = list(self._running)[-LAST:], list(self._flight)
-        last = [job.pending is not None and job.pending.done() for job in jobs]
-        ended = [True] * (len(flight) - len(last)) + last
-        return [(request.verb, str(request), has) for request, has in zip(flight, ended, strict=False)]
-
-    def _ask(self, pending: PendingOp) -> None:
-        request = pending.request
-        if request.name in self._pending:
-            raise UsageError(f"{self.comm.name}: {self._negotiation.refusal(request)}")
-        try:
-            self._negotiation.submit(request)
-            self._pending[request.name] = pending
-        except BaseException:  # from a signal handler: no other rank knows the request yet
-            self._negotiation.withdraw(request)
-            self._pending.pop(request.name, None)
-            raise
+        """Return the last agreed operations, oldest first, without the lock: see `OpTable.launched`."""
+        return self._ops.launched()
 
     # One cycle
 
     def _run_cycle(self) -> None:
         self._driver.midway = True
         with self._lock:
-            overdue = self._patience.overdue(self._pending)
+            overdue = self._stalls.overdue(self._ops.pending)
             announcement = self._negotiation.announce()
         self.cycles += 1
-        if self._recording.recorder is not None:
+        if self._records.recording.recorder is not None:
             self._records.mark_cycle()
 
         def in_full() -> RequestList:
@@ -196,8 +171,8 @@ class Coordinator:
             responses = self._negotiation.agree(bits, everyone)
             jobs = self._take(responses)
             for name in overdue:
-                if name in self._pending:
-                    self._warn(self._pending[name], everyone)
+                if name in self._ops.pending:
+                    self._warn(self._ops.pending[name], everyone)
         self._driver.pace(has_agreed=bool(responses))
         if jobs:
             self._run(jobs)
@@ -220,48 +195,49 @@ class Coordinator:
                 )
 
         self._execution.run(jobs, finish)
-        self._running = []
+        self._ops.running = []
 
     def _take(self, responses: Sequence[Response]) -> list[LaunchedOp]:
         """Fail the operations that cannot run; return those that can."""
-        self._running = jobs = []  # first added here, then removed from pending: always in at least one of the two
-        find = self._pending.get
+        ops = self._ops
+        ops.running = jobs = []  # first added here, then removed from pending: always in at least one of the two
+        find = ops.pending.get
         for response in responses:
             name = response.request.name
             pending = find(name)
             if type(response) is Launch:
                 jobs.append(LaunchedOp(response, pending))
-                self._flight.append(response.request)
+                ops.flight.append(response.request)
             elif isinstance(response, Restart):
                 self._restart(response)
                 continue
             elif pending is None:
                 continue
             elif isinstance(response, JoinEnd):
-                self._unnamed.restart_count()
+                ops.unnamed.restart_count()
                 self.joins += 1
                 pending.finish(response.last)
             else:
                 assert isinstance(response, Failure)
                 pending.finish(error=self._wording.refused(response))
             if pending is not None:
-                del self._pending[name]
-        for later in self._unnamed.due(self._pending):
-            self._ask(later)
+                del ops.pending[name]
+        for later in ops.unnamed.due(ops.pending):
+            ops.add(later)
         if jobs:
             self._wording.last, self._wording.when = jobs[-1].launch.request, time.monotonic()
         return jobs
 
     def _restart(self, restart: Restart) -> None:
         """Give up what is pending, except this rank's restart if the other ranks have not restarted yet."""
-        own = self._pending.get(restart.request.name)
-        for pending in self._give_up([]):
+        own = self._ops.pending.get(restart.request.name)
+        for pending in self._ops.clear():
             if pending is not own:
                 pending.finish(error=self._wording.restarted(pending.request, restart.by))
         if own is not None and not restart.complete:
-            self._pending[restart.request.name] = own
+            self._ops.pending[restart.request.name] = own
         elif own is not None:
-            self._unnamed.restart_count()
+            self._ops.unnamed.restart_count()
             self.restarts += 1
             self.failed.clear()  # a restart makes these errors obsolete
             own.finish()
@@ -279,40 +255,27 @@ class Coordinator:
     def _fail(self, error: BaseException) -> None:
         """End all pending operations, because this rank is out of step with the others, and notify the other ranks."""
         with self._lock:
-            running, waiting = self._requests()
-            if self._ended is None:
-                self._ended = self._wording.ended(error, running, waiting)
-            ended, left = self._ended, self._give_up(self._running)
+            running, waiting = self._ops.requests()
+            if self._failure is None:
+                self._failure = self._wording.ended(error, running, waiting)
+            failure, left = self._failure, self._ops.clear(running=True)
         if not isinstance(error, ShutdownError):
             self.comm.group.leave(self._wording.describe_failure(error, [*running, *waiting]))
         for pending in left:
-            pending.fail(self._wording.after(ended, pending.request))
+            pending.fail(self._wording.after(failure, pending.request))
 
     def _explain(self, waited: float, late: list[int]) -> str:
         """Return the warning about a long wait within a cycle."""
         with self._lock:
-            running, waiting = self._requests()
+            running, waiting = self._ops.requests()
         return self._wording.long_wait(waited, late, running, waiting)
-
-    def _requests(self) -> tuple[list[OpRequest], list[OpRequest]]:
-        """Return the running and the waiting requests."""
-        running = [job.launch.request for job in self._running if job.pending is not None and not job.pending.done()]
-        return running, [pending.request for pending in self._pending.values() if pending.request not in running]
-
-    def _give_up(self, jobs: Sequence[LaunchedOp]) -> list[PendingOp]:
-        """Remove all pending operations; return them and those of the jobs."""
-        running = [job.pending for job in jobs if job.pending is not None]
-        operations = dict.fromkeys([*running, *self._pending.values(), *self._unnamed.waiting()])
-        self._pending.clear()
-        self._unnamed.clear()
-        return list(operations)
 
     # Shutdown
 
     def drain(self, timeout: float) -> str:
         """Wait until nothing is pending; return "" or, after `timeout` s, the first unfinished operation."""
         deadline = time.monotonic() + timeout
-        for pending in [*self._pending.values(), *self._unnamed.waiting()]:
+        for pending in self._ops.unfinished():
             try:
                 pending.wait(max(0.0, deadline - time.monotonic()))
             except StallError:
@@ -327,7 +290,7 @@ class Coordinator:
         """Disable this object in a forked child. Threads that the child lacks may hold its copies of the locks."""
         self._lock = threading.Lock()
         self._driver.abandon(self._lock)
-        self._pending.clear()
+        self._ops.pending.clear()
 
     def close_group(self) -> None:
         """Close, and release the group. Collective. Nothing may be pending."""
@@ -352,7 +315,7 @@ class Coordinator:
         """Refuse new operations; operations that have not run end with ShutdownError. Never blocks."""
         with self._lock:
             self._driver.close()
-            left = self._give_up([])  # the running thread gives up the running operations
+            left = self._ops.clear()  # the running thread gives up the running operations
         for pending in left:
             begin = self._wording.begin([pending.request])
             pending.fail(ShutdownError(f"{begin}: commlib was shut down before all ranks had submitted it"))

@@ -25,7 +25,7 @@ class Records:
     """Writes the records of one group, `name`."""
 
     def __init__(self, recording: Recording, name: str) -> None:
-        self._recording, self._name = recording, name
+        self.recording, self._name = recording, name
         self._launched = 0  # number of operations, the same on all ranks
 
     def queue(self, pending: PendingOp) -> None:
@@ -36,7 +36,7 @@ class Records:
 
     def mark_cycle(self) -> None:
         """Record the beginning of a cycle, for recorders that mark cycles."""
-        recorder = self._recording.recorder
+        recorder = self.recording.recorder
         if recorder is not None and recorder.marks_cycles:
             recorder.mark("CYCLE_START", self._name)
 
@@ -45,7 +45,7 @@ class Records:
         first = self._launched + 1
         self._launched += len(jobs)
         records: dict[str, Record] = {}
-        if self._recording.recorder is None:
+        if self.recording.recorder is None:
             return records
         for number, job in enumerate(jobs, first):
             request = job.launch.request
@@ -57,7 +57,7 @@ class Records:
         return records
 
     def _record(self, request: OpRequest, inputs: Sequence[Any] = ()) -> Record | None:
-        recorder = self._recording.recorder
+        recorder = self.recording.recorder
         if recorder is None:
             return None
         nbytes = sum(getattr(array, "nbytes", 0) for array in inputs)

@@ -27,6 +27,10 @@ REMEDY = (
 )
 
 
+KEPT_BYTES = 256 << 20
+"""Bytes of outputs that are kept at most to check the loss of several microbatches together; two are always kept."""
+
+
 class MicrobatchWeights(NamedTuple):
     """The weights of microbatches' losses. terms: the number in each mean; for sums, nonzero if there are any terms.
 
@@ -146,9 +150,17 @@ class CheckSchedule:
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, int] = {}
+        self.has_ended = False
+        """Whether no more batches are checked."""
+
+    def end(self) -> None:
+        """Check no more batches."""
+        self.has_ended = True
 
     def is_due(self, kind: Hashable) -> bool:
         """Count a batch of a kind, and return whether to check it."""
+        if self.has_ended:
+            return False
         number = self._counts[kind] = self._counts.get(kind, 0) + 1
         return number == 2 or str(number).strip("0") == "1"
 
@@ -169,6 +181,11 @@ class Details(NamedTuple):
 def is_close(one: float, other: float, size: float, epsilon: float) -> bool:
     """Return whether two numbers are equal except for rounding. size: of the summands; epsilon: of the dtype."""
     return math.isfinite(one) and abs(one - other) <= max(size, abs(one), abs(other)) * epsilon**0.7
+
+
+def is_repeatable(loss: float, again: float, epsilon: float) -> bool:
+    """Return whether a loss has the same value when it is computed again: it is not random. epsilon: of the dtype."""
+    return not math.isfinite(loss) or is_close(again, loss, abs(loss), epsilon)
 
 
 def fault_in_sum(whole: float, losses: Sequence[float], weights: MicrobatchWeights, epsilon: float, *, by: str) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from commlib.communicator import Communicator
 from commlib.compress.codec import Codec
-from commlib.errors import PeerError, UsageError, line
-from commlib.p2p.channels.channel import Channel
-from commlib.p2p.channels.device_channel import DeviceChannel
-from commlib.pipeline.device_links import DeviceReceiver, DeviceSender
-from commlib.pipeline.links import Receiver, Sender
-from commlib.pipeline.message import HEAD
+from commlib.errors import UsageError
+from commlib.pipeline.device_links import DeviceReceiver
+from commlib.pipeline.links import Receiver
+from commlib.pipeline.rank_links import RankLinks
 from commlib.pipeline.schedule.ir import RECVS, SENDS, Action, Kind, Weights
 from commlib.pipeline.schedule.lower import LinkDirection, LoweredSchedule, last_uses, message_releases
 from commlib.pipeline.schedule.render import mark_positions
@@ -38,8 +37,22 @@ _WORDS = {
     Kind.STEP: "update of stage {1}",
 }
 
-_LEFT, _IN_VAIN = "has left the pipeline: it", " in vain, because "
-"""The start of the reason why a rank leaves, and the text before the reason of another rank."""
+
+@dataclass(slots=True)
+class PendingValues:
+    """What stages of this rank have not used or sent yet, and the microbatches in progress, by (stage, microbatch)."""
+
+    values: defaultdict[_Key, dict[int, StageValues | None]] = field(default_factory=partial(defaultdict, dict))
+    gradients: defaultdict[_Key, dict[int, StageValues | None]] = field(default_factory=partial(defaultdict, dict))
+    unsent: dict[tuple[int, int, int, bool], StageValues | None] = field(default_factory=dict)
+    """By (stage, microbatch, receiving stage, whether they are activations)."""
+    unreleased: defaultdict[_Key, list[tuple[Receiver | DeviceReceiver, Any]]] = field(
+        default_factory=partial(defaultdict, list)
+    )
+    """The messages whose memory the values use."""
+    empty: set[_Key] = field(default_factory=set)
+    alive: int = 0
+    """The number of activations held."""
 
 
 class Runner:
@@ -71,10 +84,9 @@ class Runner:
         self._place = schedule.placement
         self._position = 0
         self._failure = ""
-        self._senders: dict[LinkDirection, Sender | DeviceSender] = {}
-        self._receivers: dict[LinkDirection, Receiver | DeviceReceiver] = {}
-        self._channels: list[Any] = []
-        self._open(tensors, name, codecs or {}, devices or [""] * comm.size)
+        self._links = RankLinks(comm, lowered, tensors, name, codecs or {}, devices or [""] * comm.size)
+        self._links.explain_waits(self)
+        self._pending = PendingValues()
         self._last = last_uses(schedule)
         self._final = _final(self._program)
         self._uses = {} if schedule.weights is Weights.FLUSH else versions(schedule)
@@ -85,8 +97,8 @@ class Runner:
             Kind.B: self._backward,
             Kind.I: self._backward,
             Kind.W: self._backward_weight,
-            Kind.REDUCE: lambda action: self._stages[action.stage].reduce(),
-            Kind.STEP: lambda action: self._stages[action.stage].step(),
+            Kind.REDUCE: self._reduce,
+            Kind.STEP: self._step,
         }
         do |= dict.fromkeys(SENDS, self._send) | dict.fromkeys(RECVS, self._recv)
         back = message_releases(lowered)
@@ -95,39 +107,6 @@ class Runner:
         """The (begin, end) of each action of the last run (seconds, monotonic), if this is a list."""
         self.peak = 0
         """The most activations, of (stage, microbatch), held at once in the last run."""
-        self._clear()
-
-    def _open(self, tensors: Tensors, name: str, codecs: Mapping[LinkDirection, Codec], devices: Sequence[str]) -> None:
-        """Open the channels of this rank: one for each link and direction whose other end is on another rank."""
-        rank, me = self._comm.rank, weakref.ref(self)
-
-        def purpose() -> str:
-            runner = me()
-            return "" if runner is None else runner._purpose()
-
-        for way, depth in self._lowered.depths.items():
-            link, kind = way
-            ends = self._place[link.source], self._place[link.target]
-            sender, receiver = ends if kind is Kind.F else ends[::-1]
-            if rank not in ends:
-                continue
-            peer = receiver if rank == sender else sender
-            edge, codec = f"{name} {link} {kind}", codecs.get(way)
-            channel: Channel | DeviceChannel
-            if devices[rank] and devices[rank] == devices[peer]:
-                channel = device_channel = self._comm.channel(peer, edge, HEAD, "uint8", depth, device=tensors.device)
-                if rank == sender:
-                    self._senders[way] = DeviceSender(device_channel, tensors, codec)
-                else:
-                    self._receivers[way] = DeviceReceiver(device_channel, tensors, codec)
-            else:
-                channel = host_channel = self._comm.channel(peer, edge, HEAD, "uint8", depth)
-                if rank == sender:
-                    self._senders[way] = Sender(host_channel, tensors, codec)
-                else:
-                    self._receivers[way] = Receiver(host_channel, tensors, codec)
-            channel.purpose = purpose
-            self._channels.append(channel)
 
     @property
     def last_gradients(self) -> dict[int, int]:
@@ -142,8 +121,8 @@ class Runner:
         """
         if self._failure:
             raise UsageError(f"{self._lowered.schedule.title}: {self._failure}: create a new pipeline on all ranks")
-        self._nothing, self.peak = set(empty), 0
-        for receiver in self._receivers.values():
+        self._empty, self.peak = set(empty), 0
+        for receiver in self._links.receivers.values():
             receiver.begin()
         spans, journal = self.spans, self._comm.group.progress.journal
         traced = journal.recorder is not None and journal.recorder.trace is not None
@@ -162,7 +141,7 @@ class Runner:
                         spans.append((began, time.monotonic()))
                 for key in done:
                     self._hand_back(key)
-            for receiver in self._receivers.values():
+            for receiver in self._links.receivers.values():
                 receiver.end()
             journal.step("pipeline")
         except BaseException as error:
@@ -172,14 +151,12 @@ class Runner:
     def leave(self, error: BaseException) -> None:
         """Close this rank's channels because of an error, and send it unless another rank caused it. Not collective."""
         self._failure = self._failure or f"rank {self._comm.rank} failed ({type(error).__name__})"
-        self._clear()
-        for channel in self._channels:
-            channel.close(_leave_reason(error))
+        self._pending = PendingValues()
+        self._links.leave(error)
 
     def close(self) -> None:
         """Close this rank's channels. Idempotent; not collective."""
-        for channel in self._channels:
-            channel.close()
+        self._links.close()
         self._failure = self._failure or "the pipeline is closed"
 
     @property
@@ -188,7 +165,7 @@ class Runner:
 
         The first run copies all; later runs copy on links where a layer, hook or loss has kept received values.
         """
-        return sum(receiver.copied for receiver in self._receivers.values())
+        return sum(receiver.copied for receiver in self._links.receivers.values())
 
     @property
     def position(self) -> str:
@@ -196,7 +173,9 @@ class Runner:
         action, program = self._program[self._position], self._program
         return f"{describe(action)}; action {self._position + 1} of {len(program)} of rank {self._comm.rank}"
 
-    def _purpose(self) -> str:
+    @property
+    def purpose(self) -> str:
+        """What this rank waits for, at the end of a sentence."""
         return f" for {self.position}, {self._lowered.schedule.name}"
 
     def _fail(self, error: BaseException) -> None:
@@ -205,42 +184,33 @@ class Runner:
         self._failure = f"rank {self._comm.rank} failed at {self._program[self._position]} ({type(error).__name__})"
         drawing = mark_positions(schedule, {self._comm.rank: self._position})
         error.add_note(f"commlib: in a pipeline, {schedule.title}: at {self.position}\n{drawing}")
-        self._clear()
-        for channel in self._channels:
-            channel.close(_leave_reason(error, f" at {self._program[self._position]}"))
-
-    def _clear(self) -> None:
-        self._inputs: defaultdict[_Key, dict[int, StageValues | None]] = defaultdict(dict)
-        self._gradients: defaultdict[_Key, dict[int, StageValues | None]] = defaultdict(dict)
-        self._leaving: dict[tuple[int, int, int, bool], StageValues | None] = {}
-        self._unreleased: defaultdict[_Key, list[tuple[Receiver | DeviceReceiver, Any]]] = defaultdict(list)
-        self._empty: set[_Key] = set()
-        self._alive = 0
+        self._pending = PendingValues()
+        self._links.leave(error, f" at {self._program[self._position]}")
 
     # One method for each kind of action
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = stage, microbatch
-        values = self._inputs.pop(key, {})
-        if microbatch in self._nothing if not self._sources[stage] else None in values.values():
-            self._empty.add(key)
+        values = self._pending.values.pop(key, {})
+        if microbatch in self._empty if not self._sources[stage] else None in values.values():
+            self._pending.empty.add(key)
             results: Mapping[int, StageValues | None] = dict.fromkeys(self._targets[stage])
         else:
             if self._uses:
                 self._stages[stage].use(self._uses[key][0])
             results = self._stages[stage].forward(microbatch, values)  # type: ignore[arg-type]  # none is None
-            self._alive += 1
-            self.peak = max(self.peak, self._alive)
-        self._pass_on(action, self._targets[stage], results, self._inputs)
+            self._pending.alive += 1
+            self.peak = max(self.peak, self._pending.alive)
+        self._pass_on(action, self._targets[stage], results, self._pending.values)
         if self._last[key] is action:
             self._end(key)
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         key = stage, microbatch
-        gradients = self._gradients.pop(key, {})
-        if key in self._empty:
+        gradients = self._pending.gradients.pop(key, {})
+        if key in self._pending.empty:
             results: Mapping[int, StageValues | None] = dict.fromkeys(self._sources[stage])
         else:
             if self._uses:
@@ -250,13 +220,13 @@ class Runner:
             else:
                 final = self._position in self._final
                 results = self._stages[stage].backward(microbatch, gradients, final=final)  # type: ignore[arg-type]
-        self._pass_on(action, self._sources[stage], results, self._gradients)
+        self._pass_on(action, self._sources[stage], results, self._pending.gradients)
         if self._last[key] is action:
             self._end(key)
 
     def _backward_weight(self, action: Action) -> None:
         key = action.stage, action.microbatch
-        if key not in self._empty:
+        if key not in self._pending.empty:
             if self._uses:
                 self._stages[action.stage].use(self._uses[key][0])
             self._stages[action.stage].backward_weight(action.microbatch, final=self._position in self._final)
@@ -274,30 +244,36 @@ class Runner:
             if self._place[other] == self._comm.rank:
                 here[other, action.microbatch][action.stage] = results[other]
             else:
-                self._leaving[action.stage, action.microbatch, other, action.kind is Kind.F] = results[other]
+                self._pending.unsent[action.stage, action.microbatch, other, action.kind is Kind.F] = results[other]
 
     def _end(self, key: _Key) -> None:
         """Record that the activations of a microbatch are no longer needed."""
-        if key in self._empty:
-            self._empty.discard(key)
+        if key in self._pending.empty:
+            self._pending.empty.discard(key)
         else:
-            self._alive -= 1
+            self._pending.alive -= 1
 
     def _hand_back(self, key: _Key) -> None:
         """Release the memory of the messages for a microbatch: its stage no longer needs them."""
-        for receiver, message in self._unreleased.pop(key, ()):
+        for receiver, message in self._pending.unreleased.pop(key, ()):
             receiver.release(message)
+
+    def _reduce(self, action: Action) -> None:
+        self._stages[action.stage].reduce()
+
+    def _step(self, action: Action) -> None:
+        self._stages[action.stage].step()
 
     def _send(self, action: Action) -> None:
         key = action.stage, action.microbatch, action.peer, action.kind is Kind.SEND_F
-        self._senders[direction_of(action)].send(self._leaving.pop(key))
+        self._links.senders[direction_of(action)].send(self._pending.unsent.pop(key))
 
     def _recv(self, action: Action) -> None:
-        receiver = self._receivers[direction_of(action)]
+        receiver = self._links.receivers[direction_of(action)]
         values, message = receiver.recv()
         key = action.stage, action.microbatch
-        self._unreleased[key].append((receiver, message))
-        (self._inputs if action.kind is Kind.RECV_F else self._gradients)[key][action.peer] = values
+        self._pending.unreleased[key].append((receiver, message))
+        (self._pending.values if action.kind is Kind.RECV_F else self._pending.gradients)[key][action.peer] = values
 
 
 def describe(action: Action) -> str:
@@ -308,15 +284,6 @@ def describe(action: Action) -> str:
 def _facts(action: Action) -> dict[str, Any]:
     """Return the facts of an action for a timeline; `peer` is a stage, -1 if it sends nothing."""
     return {"kind": str(action.kind), "stage": action.stage, "microbatch": action.microbatch, "peer": action.peer}
-
-
-def _leave_reason(error: BaseException, place: str = "") -> str:
-    """Return the reason why a rank leaves: the error, or for a rank that waited in vain the first rank's reason."""
-    for peer, why in error.missing.items() if isinstance(error, PeerError) else ():
-        if why.startswith(_LEFT):
-            first = why.partition(_IN_VAIN)[2] or f"rank {peer} {why}"
-            return f"{_LEFT} waited{place}{_IN_VAIN}{first}"
-    return f"{_LEFT} failed{place} ({line(error)})"
 
 
 def _final(program: tuple[Action, ...]) -> set[int]:

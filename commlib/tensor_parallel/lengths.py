@@ -101,6 +101,12 @@ def attribute(source: Source) -> str:
     return f"{source[0]}.{source[1]}" if source[0] else f"{source[1]}"
 
 
+def source_of(name: str) -> Source:
+    """Return the attribute of a module with a full name."""
+    path, _, own = name.rpartition(".")
+    return path, own
+
+
 def _compute_length(compute: Callable[[int, int], int], left: Any, right: Any) -> Any:
     both = [one for one in (left, right) if isinstance(one, Length)]
     if not (isinstance(left, int) and isinstance(right, int)):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from commlib.tensor_parallel.equations import Shape
-from commlib.tensor_parallel.lengths import NumberUses
+from commlib.tensor_parallel.lengths import Length, NumberUses, source_of
 from commlib.tensor_parallel.trace import ModelTrace, TraceStep
 
 
@@ -38,6 +38,7 @@ class StepRecording:
         self._steps: list[TraceStep] = []
         self.learned = set[int]()
         """Values computed from weights."""
+        self.line = line
         self.used = NumberUses(line)
         """Lengths that were used as numbers."""
         self.produced = set[int]()
@@ -70,6 +71,15 @@ class StepRecording:
         ):
             self.detached.update(output_numbers)
         self._steps.append(TraceStep(layer, kind, input_numbers, output_numbers, **more))
+
+    def lengths_of(self, number: int, shape: Shape) -> tuple[Length, ...]:
+        """Return the lengths of a value as integers that remember their origin."""
+        return tuple(Length.of(length, (number, dim), self.used) for dim, length in enumerate(shape))
+
+    def attribute_lengths(self, values: Mapping[str, int]) -> dict[str, Length]:
+        """Return attributes of modules, by name, as integers that remember their origin."""
+        self.numbers |= values
+        return {name: Length.of(value, source_of(name), self.used) for name, value in values.items()}
 
     def has_number(self, tensor: Any) -> bool:
         """Return whether a tensor has a number already."""

@@ -10,6 +10,7 @@ import numpy as np
 from commlib.communicator import Communicator
 from commlib.dtypes import Array
 from commlib.errors import MismatchError
+from commlib.pipeline.batch import BatchDigests
 
 
 class CallKind(IntEnum):
@@ -43,3 +44,20 @@ def agree_on_kind(comm: Communicator, kind: CallKind, numbers: Sequence[int]) ->
             "callback that stops training within an epoch must do so on all ranks"
         )
     return every[:, 1:]
+
+
+def agree_to_stop(comm: Communicator, stops: bool, rate: float | None) -> bool:
+    """Return whether any rank wants to stop after an epoch. Collective.
+
+    rate: the learning rate; None if there is none. Raises MismatchError on all ranks if ranks have different rates.
+    """
+    own = [int(stops), rate is not None, int(np.float64(rate or 0.0).view(np.int64))]
+    every = agree_on_kind(comm, CallKind.END_EPOCH, [*own, *BatchDigests()])
+    rates = {rank: float(bits.view(np.float64)) for rank, bits in enumerate(every[:, 2]) if every[rank, 1]}
+    if len(set(rates.values())) > 1:
+        text = ", ".join(f"{value:g} on rank {rank}" for rank, value in rates.items())
+        raise MismatchError(
+            f"pipeline: ranks have different learning rates after an epoch of fit: {text} (this is rank "
+            f"{comm.rank} of {comm.size}): all ranks need the callbacks that set it"
+        )
+    return bool(every[:, 0].any())

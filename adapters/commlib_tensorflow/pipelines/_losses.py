@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -16,13 +16,10 @@ from commlib.pipeline.losses import (
     MicrobatchWeights,
     Weigher,
     fault_in_sum,
-    is_close,
+    is_repeatable,
     weights_of,
 )
 from commlib_tensorflow._bridge import to_array
-
-KEPT = 256 << 20
-"""Bytes of outputs that are kept at most to check the loss of several microbatches together; two are always kept."""
 
 _MEANS = ("sum_over_batch_size", "mean")
 _REDUCTIONS = (*_MEANS, "sum", "mean_with_sample_weight")
@@ -43,7 +40,7 @@ class LossWeights:
         self, loss: Any, outputs: Sequence[str], weigher: Weigher, *, microbatches: int, masked: Sequence[bool] = ()
     ) -> None:
         self._outputs, self._weigher, self._microbatches = list(outputs), weigher, microbatches
-        self._looks, self._may_look = CheckSchedule(), True
+        self._looks = CheckSchedule()
         self._losses = [_OutputLoss(leaf) for leaf in self._by_output(loss)]
         if microbatches > 1 and not weigher.is_set and (mixing := [leaf for leaf in self._losses if leaf.mixes_rows]):
             raise UsageError(
@@ -96,7 +93,7 @@ class LossWeights:
     def wants_check(self, targets: Sequence[Any], rows: Sequence[int]) -> bool:
         """Count a batch; return whether to keep outputs for a check of the loss of several microbatches together."""
         is_known = not self.is_set and all(leaf.is_known for leaf in self._losses)
-        if is_known or not self._may_look or not self._weigher.is_checked or sum(map(bool, rows)) < 2:
+        if is_known or not self._weigher.is_checked or sum(map(bool, rows)) < 2:
             return False
         return self._looks.is_due(_kind(targets[0]))
 
@@ -112,8 +109,8 @@ class LossWeights:
         """
         epsilon = float(np.finfo(losses[0].dtype.as_numpy_dtype).eps) if losses[0].dtype != tf.bfloat16 else 2.0**-7
         own = [float(loss) for loss in losses]
-        if np.isfinite(own[0]) and not is_close(again, own[0], abs(own[0]), epsilon):
-            self._may_look = False  # the loss is random
+        if not is_repeatable(own[0], again, epsilon):
+            self._looks.end()
             return ""
         by = "weigh=" if self.is_set else "their rows"
         return fault_in_sum(whole, own, weights, epsilon, by=by)
@@ -137,6 +134,13 @@ class LossWeights:
         if isinstance(value, dict) and set(value) <= set(self._outputs):
             return [value.get(name) for name in self._outputs]
         return list(value) if isinstance(value, list | tuple) else keras.tree.flatten(value)
+
+
+class CompiledLoss(NamedTuple):
+    """The loss of compile(): a function of (target, outputs, sample weight), None if there is none; and its weights."""
+
+    function: Any
+    weights: LossWeights
 
 
 class _OutputLoss:

@@ -13,7 +13,7 @@ from commlib import horovod as core
 from commlib.devices.array import DeviceArray
 from commlib.devices.waiting import wait_for
 from commlib.dtypes import Array
-from commlib.pipeline.losses import MicrobatchWeights
+from commlib.pipeline.losses import KEPT_BYTES, MicrobatchWeights
 from commlib.pipeline.stage import ByStage, StageValues
 from commlib_tensorflow._bridge import to_array, to_tensor
 from commlib_tensorflow._device_calls import array_of, tensors_of
@@ -21,7 +21,6 @@ from commlib_tensorflow._placement import DevicePlace
 from commlib_tensorflow._recomputation_check import Mark
 from commlib_tensorflow.devices import device_of
 from commlib_tensorflow.pipelines._batch_statistics import WholeBatchStatistics
-from commlib_tensorflow.pipelines._losses import KEPT
 from commlib_tensorflow.pipelines._parts import StageLayer
 from commlib_tensorflow.pipelines._recompute import LayerRecompute
 from commlib_tensorflow.pipelines._replicas import StageReduction
@@ -318,7 +317,7 @@ class TensorflowStage:
         """Return whether to keep another microbatch's outputs for the check: two, or as many as fit into memory."""
         count = len(self.batch.outputs)
         size = sum(int(tf.size(results[name])) * results[name].dtype.size for name in self._outputs)
-        return count < 2 or (count + 1) * size <= KEPT
+        return count < 2 or (count + 1) * size <= KEPT_BYTES
 
     def _target(self, microbatch: int) -> tuple[Any, Any]:
         batch = self.batch

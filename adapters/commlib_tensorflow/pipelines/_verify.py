@@ -211,7 +211,9 @@ def check_batch(
             value = loss(as_tensors(y, "y"), keras.tree.flatten(graph(nest(inputs), training=False)), None)
             whole["the loss"] = np.array(float(value) + float(_sum(graph.losses)), keras.config.floatx())
     with prevent_side_effects([graph], list(steps.variables.values())):
-        outputs_of_stages = steps.shared(steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs)
+        outputs_of_stages = steps.outputs.share(
+            steps.pipe, steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs
+        )
     own = {f"the output {name}": to_array(one) for name, one in zip(graph.output_names, outputs_of_stages, strict=True)}
     if has_loss:
         with prevent_side_effects([graph], list(steps.variables.values())):

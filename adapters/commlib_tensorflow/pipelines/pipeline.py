@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Self
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from commlib.dtypes import Array
 from commlib.errors import UsageError
 from commlib.literals import BatchNormMode
 from commlib.optim.clipping import check_finite, check_limit, check_norm_type, clip_factor
 from commlib.pipeline.choice import check_batch_norm, check_example, choose_stages
 from commlib.pipeline.losses import Details, Weigh
-from commlib.pipeline.pipe import AnySchedule, Codecs, Pipe, Split
+from commlib.pipeline.pipe import AnySchedule, Codecs, Split
 from commlib.pipeline.recompute import Checkpoint
-from commlib.pipeline.rows import WHOLE, rows_option
+from commlib.pipeline.rows import rows_option
 from commlib.pipeline.schedule.auto import LayerCosts
 from commlib.pipeline.sync_check import check_synchronized
 from commlib.ranks import Ranks, communicator_of
 from commlib.sharding.shards import world_ranks
-from commlib_tensorflow._shards import whole_of
 from commlib_tensorflow.pipelines._batches import are_arrays, inputs_of, shuffle_batches, split_rows
+from commlib_tensorflow.pipelines._call_kinds import agree_to_stop
 from commlib_tensorflow.pipelines._compile_settings import lines_of
+from commlib_tensorflow.pipelines._compiled_model import CompiledModel
 from commlib_tensorflow.pipelines._fit_callbacks import share_callbacks
 from commlib_tensorflow.pipelines._layer_costs import layer_costs
 from commlib_tensorflow.pipelines._logs import Logs
+from commlib_tensorflow.pipelines._losses import CompiledLoss
 from commlib_tensorflow.pipelines._optimizer_state import (
     keep_only,
-    put_states,
-    rebuild_optimizer,
-    states_of,
     warn_of_saving,
 )
+from commlib_tensorflow.pipelines._partial_model import ModelPart, PartialModel, report_errors, share_errors
 from commlib_tensorflow.pipelines._parts import cut, to_functional
 from commlib_tensorflow.pipelines._recompute import recompute_in
 from commlib_tensorflow.pipelines._replicas import (
@@ -49,6 +48,7 @@ from commlib_tensorflow.pipelines._replicas import (
 )
 from commlib_tensorflow.pipelines._side_effects import prevent_side_effects
 from commlib_tensorflow.pipelines._split import Nodes, counts_of, of_units, units_to_measure
+from commlib_tensorflow.pipelines._step_loops import PredictLoop, StepLoop
 from commlib_tensorflow.pipelines._steps import BatchResult, StepRunner
 from commlib_tensorflow.pipelines._updates import (
     Updates,
@@ -190,40 +190,17 @@ def pipeline(
     return pipe
 
 
-def _share_errors(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method: an error on one rank is sent to all ranks."""
-
-    @wraps(method)
-    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
-        with self.pipe.together():
-            return method(self, *args, **options)
-
-    return wrapper
-
-
-def _report_errors(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method: an error between batches, such as a callback's, is also sent to all ranks."""
-
-    @wraps(method)
-    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
-        with self.pipe.reporting_errors(method.__name__):
-            return method(self, *args, **options)
-
-    return wrapper
-
-
 @dataclass(slots=True)
 class _PipelineState:
     """State of a pipeline other than its layers, hidden from Keras."""
 
     steps: StepRunner
-    whole: WholeModel
     logs: Logs
     updates: Updates
     why: str
 
 
-class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
+class Pipeline(PartialModel):
     """This rank's stages of a model, as a Keras model. Made by `pipeline`.
 
     All ranks call `fit`, `evaluate`, `predict`, `save` and the others in the same order, with the same arguments: x is
@@ -232,9 +209,9 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
     """
 
     def __init__(self, name: str, steps: StepRunner, whole: WholeModel, *, why: str = "") -> None:
-        super().__init__(name=name)
+        super().__init__(name, ModelPart(steps.pipe, whole, steps.variables))
         self._own = _PipelineState(
-            steps, whole, Logs(None, super()._flatten_metrics_in_order), Updates(None, eager=False), why
+            steps, Logs(None, super()._flatten_metrics_in_order), Updates(None, eager=False), why
         )
         self.optimizer = None
         self.parts = steps.parts
@@ -244,7 +221,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
 
     # Single steps
 
-    @_share_errors
+    @share_errors
     def step(
         self,
         x: Any = None,
@@ -276,7 +253,9 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             return loss
         own = [result.losses.get(number, math.nan) for number in range(self.pipe.schedule.microbatches)]
         losses = self.pipe.comm.broadcast_object(own, self.pipe.last)
-        return Details(loss, losses, {}, None if result.outputs is None else self._own.steps.nest(result.outputs))
+        return Details(
+            loss, losses, {}, None if result.outputs is None else self._own.steps.outputs.nest(result.outputs)
+        )
 
     @property
     def gradients(self) -> list[tf.Tensor | None]:
@@ -288,7 +267,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         pairs = zip(self.trainable_variables, gradients, strict=True)
         self._own.steps.gradients = {id(v): tf.convert_to_tensor(g) for v, g in pairs if g is not None}
 
-    @_share_errors
+    @share_errors
     def apply_gradients(self) -> None:
         """Update this rank's weights with the gradients by the compiled optimizer, then discard the gradients."""
         if self.optimizer is None:
@@ -300,7 +279,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Discard the gradients."""
         self._own.steps.gradients = {}
 
-    @_share_errors
+    @share_errors
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> tf.Tensor:
         """Scale gradients so that their norm over all stages is at most `max_norm`; return the norm before.
 
@@ -346,7 +325,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         warn_of_saving(self.optimizer, self.pipe.comm.rank)
         self._prepare()
 
-    @_report_errors
+    @report_errors
     def fit(
         self,
         x: Any = None,
@@ -386,17 +365,17 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             **options,
         )  # fmt: skip
 
-    @_report_errors
+    @report_errors
     def evaluate(self, x: Any = None, y: Any = None, *args: Any, verbose: Any = "auto", **options: Any) -> Any:
         """Return loss and metrics, as `keras.Model.evaluate` does, on every rank. Collective."""
         return super().evaluate(x, y, *args, verbose=self._verbose(verbose), **options)
 
-    @_report_errors
+    @report_errors
     def predict(self, x: Any = None, *args: Any, verbose: Any = "auto", **options: Any) -> Any:
         """Return the model's outputs, as `keras.Model.predict` does, on every rank. Collective."""
         return super().predict(x, *args, verbose=self._verbose(verbose), **options)
 
-    @_share_errors
+    @share_errors
     def train_step(self, data: Any) -> dict[str, float]:
         """Train on a batch; return the logs."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -406,44 +385,32 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
             self.apply_gradients()
         return self._own.logs.add(result, self.pipe)
 
-    @_share_errors
+    @share_errors
     def test_step(self, data: Any) -> dict[str, float]:
         """Evaluate a batch; return the logs."""
         data = keras.utils.unpack_x_y_sample_weight(data)
         result = self._own.steps.run(*data, keeps_outputs=self._own.logs.has_metrics)
         return self._own.logs.add(result, self.pipe)
 
-    @_share_errors
+    @share_errors
     def predict_step(self, data: Any) -> Any:
         """Return the model's outputs for a batch."""
         steps = self._own.steps
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         outputs = steps.run(x, None, None, has_loss=False, keeps_outputs=True).outputs
-        return steps.nest(steps.shared(outputs))
+        return steps.outputs.nest(steps.outputs.share(self.pipe, outputs))
 
     def make_train_function(self, force: bool = False) -> None:
         """Make fit take its steps outside of graphs, because messages cannot be part of one."""
-        self.train_function = self._each(self.train_step)
+        self.train_function = StepLoop(self, self.train_step)
 
     def make_test_function(self, force: bool = False) -> None:
         """Make evaluate take its steps outside of graphs."""
-        self.test_function = self._each(self.test_step)
+        self.test_function = StepLoop(self, self.test_step)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Make predict take its steps outside of graphs."""
-
-        def function(batches: Iterable[Any]) -> Any:
-            outputs = [self.predict_step(data) for data in batches]
-            places = self._own.steps.nest(self._own.steps.places_of_outputs)
-            return keras.tree.map_structure(
-                lambda place, *parts: parts[0] if place == WHOLE else tf.concat(parts, place), places, *outputs
-            )
-
-        self.predict_function = function
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to be called: a batch goes through all ranks."""
-        raise UsageError("a pipeline cannot be called: use fit, evaluate, predict or step(x, y), on every rank")
+        self.predict_function = PredictLoop(self.predict_step, self._own.steps.outputs)
 
     def reset_metrics(self) -> None:
         """Reset the losses and metrics of earlier batches."""
@@ -454,126 +421,15 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Return the loss and metrics of the batches so far: the same on every rank."""
         return dict(self._own.logs.latest)
 
-    # Files
-
-    def save(self, filepath: Any, overwrite: bool = True, zipped: bool | None = None, **options: Any) -> None:
-        """Write the whole model to a file that `keras.models.load_model` reads, with or without commlib.
-
-        The model in the file is compiled like this one, with the state of the optimizer. Rank 0 writes. Collective.
-        """
-        self._write(lambda model: model.save(filepath, overwrite=overwrite, zipped=zipped, **options))
-
-    def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> None:
-        """Write the whole model's weights, as `keras.Model.save_weights` does. Rank 0 writes. Collective."""
-        self._write(lambda model: model.save_weights(filepath, overwrite=overwrite, **options))
-
-    @_share_errors
-    def _write(self, write: Callable[[Any], None]) -> None:
-        """Let rank 0 write a copy of the whole model, compiled like this one, with the state of the optimizer."""
-        own = states_of(self.optimizer, self._own.whole.order, whole_of)
-        states = [state for states in self.pipe.comm.all_gather_object(own) for state in states]
-
-        def compile_and_write(model: Any) -> None:
-            if self.optimizer is not None:
-                # With the same loss and metrics, which may be unregistered; the optimizer is rebuilt, as this one is
-                # the rank's own.
-                model.compile(**{**self._compile_config.config, "optimizer": rebuild_optimizer(self.optimizer)})
-                self._own.whole.put_optimizer_state(model, states)
-            write(model)
-
-        self._own.whole.write(self.pipe.comm, compile_and_write)
-
-    def load_weights(self, filepath: Any, skip_mismatch: bool = False, **options: Any) -> None:
-        """Read a whole model's weights, and keep those of this rank's stages. Every rank reads the file.
-
-        As in Keras, a built optimizer loads its state from the file, if the file has any.
-        """
-        whole = self._own.whole
-        model = whole.built()
-        if skip_mismatch:  # skipped weights keep their values
-            for variable, value in zip(model.variables, whole.values(self.pipe.comm), strict=True):
-                variable.assign(value)
-        takes_state = self.optimizer is not None and self.optimizer.built
-        if takes_state:
-            model.compile(rebuild_optimizer(self.optimizer), jit_compile=False)
-            model.optimizer.build(model.trainable_variables)
-            model.optimizer.iterations.assign(-1)  # stays -1 if the file has no state
-        model.load_weights(filepath, skip_mismatch=skip_mismatch, **options)
-        whole.take(model, self._own.steps.variables)
-        if takes_state and int(model.optimizer.iterations) >= 0:
-            places = {id(variable): place for place, variable in enumerate(model.variables)}
-            put_states(self.optimizer, states_of(model.optimizer, places, lambda _, value: value), whole.order)
-
-    @_share_errors
-    def gather_weights(self) -> list[Array]:
-        """Return the weights of the whole model, in the order of its `weights`, on every rank. Collective."""
-        return self._own.whole.weights(self.pipe.comm)
-
     def _flatten_metrics_in_order(self, logs: dict[str, Any]) -> Any:
         return self._own.logs.listed(logs)
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Set this rank's weights: from the values of `get_weights`, or from those of the whole model.
-
-            pipe.set_weights(pipe.get_weights()); pipe.set_weights(pipe.gather_weights())
-
-        If there are as many values as this rank has weights, they are this rank's, in the order of its `weights`;
-        otherwise they are those of the whole model, in its order, and each rank takes its own. Not collective. Raises
-        UsageError for other numbers of values or other shapes, before any weight changes.
-        """
-        own, whole = self.weights, self._own.whole
-        if len(weights) == len(own):
-            pairs = list(zip(own, weights, strict=True))
-            shapes = [tuple(variable.shape) for variable in own]
-        elif len(weights) == whole.count:
-            pairs, shapes = whole.pairs(weights), whole.shapes
-        else:
-            raise UsageError(
-                f"pipeline: set_weights: got {len(weights)} values; expected {len(own)} for this rank's stages "
-                f"(get_weights), or {whole.count} for the whole model (gather_weights); this is rank "
-                f"{self.pipe.comm.rank} of {self.pipe.comm.size}"
-            )
-        for number, (value, shape) in enumerate(zip(weights, shapes, strict=True)):
-            if np.shape(value) != shape:
-                raise UsageError(
-                    f"pipeline: set_weights: value {number} has shape {np.shape(value)}, expected {shape}; this is "
-                    f"rank {self.pipe.comm.rank} of {self.pipe.comm.size}"
-                )
-        for variable, value in pairs:
-            variable.assign(value)
-
-    def quantize(self, *args: Any, **options: Any) -> Any:
-        """Refuse: this rank has only a part of the model, cut with unquantized layers."""
-        raise UsageError("pipeline: quantize the whole model, before pipeline() cuts it into stages")
-
-    def export(self, *args: Any, **options: Any) -> Any:
-        """Refuse: this rank has only a part of the model."""
-        raise UsageError(
-            "a pipeline cannot be exported, because this rank has only a part of the model: save() writes the whole "
-            "one, on all ranks; load that file with keras.models.load_model and export the result"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: this rank has only a part of the model, and others would not copy theirs."""
-        raise UsageError(
-            "a pipeline cannot be copied or pickled, because this rank has only a part of it. Keep the values of "
-            "gather_weights() (or of save_weights(), a file), and load them into a pipeline made of another whole model"
-        )
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse, like `__reduce_ex__`."""
-        return self.__reduce_ex__(4)
-
-    def get_config(self) -> Any:
-        """Refuse: this rank has only a part of the model."""
-        raise UsageError("a pipeline has no configuration: save() writes that of the whole model, on all ranks")
-
     # The rest
 
-    @_share_errors
+    @share_errors
     def check(self, batch: Any) -> None:
         """Compare an evaluation of a batch with that of the whole model, without side effects. Collective."""
-        whole, loss = self._own.whole, None if self._compile_loss is None else self._loss_of
+        whole, loss = self._part.whole, None if self._compile_loss is None else self._compiled.loss
         check_batch(self.pipe.comm, self._own.steps, whole.variables, whole.values(self.pipe.comm), batch, loss)
 
     def picture(self, *, width: int | None = None) -> str:
@@ -596,47 +452,23 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         """Why this schedule was chosen, for schedule="auto"."""
         return self._own.why
 
-    @property
-    def pipe(self) -> Pipe:
-        """Runs the schedule."""
-        return self._own.steps.pipe
-
     def _prepare(self) -> None:
         """Prepare for training, after compile."""
         own = self._own
-        has_losses = self._compile_loss is not None and len(self.output_names) > 1
-        measure = self._measured if has_losses or self._compile_metrics is not None else None
-        own.logs = Logs(measure, super()._flatten_metrics_in_order)
+        compiled = self._compiled
+        own.logs = Logs(compiled.measure if compiled.has_metrics else None, super()._flatten_metrics_in_order)
         own.updates = Updates(self.optimizer, eager=bool(self.run_eagerly))
-        loss = None if self._compile_loss is None else self._loss_of
-        compile_metrics = self._compile_metrics  # a compile without metrics does not replace it
-        metrics = [getattr(compile_metrics, name, None) for name in ("_user_metrics", "_user_weighted_metrics")]
         own.steps.prepare(
-            loss,
-            own.steps.losses_of(self.loss),
+            CompiledLoss(compiled.loss if compiled.has_loss else None, own.steps.losses_of(self.loss)),
             eager=bool(self.run_eagerly),
             update=self._update,
-            compiled=lines_of(self.optimizer, self.loss, metrics),
-            roots=[self, own.whole.model],
+            compiled=lines_of(self.optimizer, self.loss, compiled.metrics),
+            roots=[self, self._part.whole.model],
         )
 
-    def _loss_of(self, target: Any, outputs: list[Any], sample_weight: Any) -> Any:
-        """Return the compiled loss. Its per-output metrics are discarded: they would be of microbatches."""
-        with keras.StatelessScope():
-            return self._compile_loss(target, self._own.steps.nest(outputs), sample_weight)
-
-    def _measured(self, target: Any, outputs: list[Any], sample_weight: Any) -> dict[str, Any]:
-        """Update the metrics with a whole batch, and return their values."""
-        output = self._own.steps.nest(outputs)
-        if self._compile_loss.metrics:  # metrics of several outputs
-            self._compile_loss(target, output, sample_weight)
-        if self._compile_metrics is not None:
-            if not self._compile_metrics.built:
-                self._compile_metrics.build(target, output)
-                with tf.init_scope():  # earlier updates do not count: Keras resets metrics when it builds a model
-                    self._compile_metrics.reset_state()
-            self._compile_metrics.update_state(target, output, sample_weight)
-        return super().get_metrics_result()  # type: ignore[no-any-return]
+    @property
+    def _compiled(self) -> CompiledModel:
+        return CompiledModel(self, self._own.steps.outputs.nest)
 
     def _train(self, x: Any, y: Any, sample_weight: Any, **options: Any) -> BatchResult:
         scale = scale_of(self.optimizer)
@@ -653,30 +485,12 @@ class Pipeline(keras.Model):  # type: ignore[misc]  # Keras has no types
         pairs = zip(self.trainable_variables, gradients, strict=True)
         return norm_over(self.pipe.comm, [(v, g) for v, g in pairs if not tied.is_counted_elsewhere(v)], norm_type)
 
-    def _each(self, step: Callable[[Any], dict[str, float]]) -> Callable[[Any], dict[str, float]]:
-        """Return a function that takes compile()'s steps_per_execution steps in each execution."""
-
-        def function(iterator: Any) -> dict[str, float]:
-            logs: dict[str, float] | None = None
-            for _, data in zip(range(self.steps_per_execution), iterator, strict=False):
-                logs = step(keras.tree.map_structure(_without_optional, data))
-            if logs is None:
-                raise StopIteration
-            return logs
-
-        return function
-
-    @_share_errors
+    @share_errors
     def _agree_to_stop(self, stops: bool) -> bool:
         rate = getattr(self.optimizer, "_learning_rate", None)  # a variable, unless it is a schedule
         is_set = isinstance(rate, keras.Variable) and bool(self.trainable_variables)
-        return self._own.steps.agree_to_stop(stops, float(keras.ops.convert_to_numpy(rate)) if is_set else None)
+        return agree_to_stop(self.pipe.comm, stops, float(keras.ops.convert_to_numpy(rate)) if is_set else None)
 
     def _verbose(self, verbose: Any) -> Any:
         """Let only rank 0 print, unless the user requests more."""
         return 0 if verbose == "auto" and self.pipe.comm.rank else verbose
-
-
-def _without_optional(leaf: Any) -> Any:
-    """Return None for an absent optional of a dataset, as Keras does."""
-    return None if isinstance(leaf, tf.experimental.Optional) else leaf

@@ -36,6 +36,11 @@ SOURCES = frozenset((
 """Operations without model values as inputs, except shapes."""
 
 
+def is_discrete(tensor: Any) -> bool:
+    """Return whether a tensor has integers or booleans."""
+    return not (tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
 def shape_of(tensor: Any) -> Shape:
     """Return a tensor's shape; unknown lengths are equal to no other length."""
     if tensor.shape.rank is None:

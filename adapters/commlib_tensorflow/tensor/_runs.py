@@ -16,8 +16,9 @@ from commlib.tensor_parallel.checks.trace_run import OutputPlacements, TracedRun
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow._trial_run import preserve_model
 from commlib_tensorflow.tensor._calls import ModelCall
+from commlib_tensorflow.tensor._nested_tensors import tensors_in
 from commlib_tensorflow.tensor._placeholders import substitute_weights, zeros_in
-from commlib_tensorflow.tensor.tracing import Layers, TraceRecorder, graph_of, tensors_in, try_trace
+from commlib_tensorflow.tensor.tracing import Layers, TraceRecorder, graph_of, try_trace
 
 
 def run_model(

@@ -19,7 +19,8 @@ from commlib_torch._bridge import host_array, to_device_of
 from commlib_torch._shards import shard_of
 from commlib_torch._trial_run import preserve_model
 from commlib_torch.expert.moe import MoE
-from commlib_torch.tensor.tracing import arguments_of, tensors_in
+from commlib_torch.tensor._nested_tensors import tensors_in
+from commlib_torch.tensor.tracing import arguments_of
 from commlib_torch.tensor.verify import FreshInputs, evaluation_mode
 
 Wholes = dict[str, dict[str, Tensor]]

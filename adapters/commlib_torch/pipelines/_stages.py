@@ -20,12 +20,13 @@ from commlib_torch._autograd import backward_passes
 from commlib_torch._bridge import array_of, read, to_tensor
 from commlib_torch.devices import device_of
 from commlib_torch.expert.losses import keepers_in, take_each
+from commlib_torch.pipelines._batch_losses import Losses
 from commlib_torch.pipelines._batch_statistics import preserve_buffers
 from commlib_torch.pipelines._batches import kind_of
 from commlib_torch.pipelines._flattening import flatten, unflatten
 from commlib_torch.pipelines._hooks import have_hooks, registrations
 from commlib_torch.pipelines._loss_module import UsedParameters
-from commlib_torch.pipelines._losses import Losses, LossWeights
+from commlib_torch.pipelines._losses import LossWeights
 from commlib_torch.pipelines._parts import INPUTS, OUTPUT
 from commlib_torch.pipelines._recompute import modules_to_recompute, wrap_recompute
 from commlib_torch.pipelines._row_check import RowCheck

@@ -26,12 +26,13 @@ from commlib_torch._bridge import host_array
 from commlib_torch._graph_breaks import suspend_compile
 from commlib_torch._trial_run import copy_arguments, map_leaves, preserve_model
 from commlib_torch.tensor._comparison import has_numbers
+from commlib_torch.tensor._nested_tensors import tensors_in
 from commlib_torch.tensor._numbers import numbers_in
 from commlib_torch.tensor._placeholders import substitute_weights, zeros_in
 from commlib_torch.tensor._weights import sharded_weights
 from commlib_torch.tensor.features import FeatureLayer
 from commlib_torch.tensor.moves import gather, scatter
-from commlib_torch.tensor.tracing import TraceRecorder, tensors_in
+from commlib_torch.tensor.tracing import TraceRecorder
 from commlib_torch.tensor.verify import disable_fusion, evaluation_mode
 
 Change = tuple[nn.Module, str, Any]

@@ -44,9 +44,10 @@ from commlib_torch._graph_breaks import disable_compile
 from commlib_torch.tensor._comparison import has_numbers
 from commlib_torch.tensor._forward import forward, split_calls
 from commlib_torch.tensor._late_layers import report_late_layers
+from commlib_torch.tensor._nested_tensors import tensors_in
 from commlib_torch.tensor._weights import sharded_weights
 from commlib_torch.tensor.layers import check_layers, find_layer
-from commlib_torch.tensor.tracing import styles_in, tensors_in, try_trace
+from commlib_torch.tensor.tracing import styles_in, try_trace
 from commlib_torch.tensor.verify import run_model
 
 

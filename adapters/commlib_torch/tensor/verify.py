@@ -17,8 +17,9 @@ from commlib_torch._bridge import host_array
 from commlib_torch._graph_breaks import suspend_compile
 from commlib_torch._shards import shards_in
 from commlib_torch._trial_run import map_leaves, preserve_model
+from commlib_torch.tensor._nested_tensors import tensors_in
 from commlib_torch.tensor._placeholders import substitute_weights, zeros_in
-from commlib_torch.tensor.tracing import TraceRecorder, arguments_of, styles_in, tensors_in
+from commlib_torch.tensor.tracing import TraceRecorder, arguments_of, styles_in
 
 
 def verify(

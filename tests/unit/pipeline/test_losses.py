@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from commlib.errors import UsageError
-from commlib.pipeline.losses import CheckSchedule, MicrobatchWeights, Weigher, fault_in_sum, fault_in_terms, weights_of
+from commlib.pipeline.losses import (
+    CheckSchedule,
+    MicrobatchWeights,
+    Weigher,
+    fault_in_sum,
+    fault_in_terms,
+    is_repeatable,
+    weights_of,
+)
 
 
 def test_a_microbatch_without_terms_has_no_weight() -> None:
@@ -83,3 +91,15 @@ def test_wrong_numbers_of_terms_are_detected() -> None:
     assert not fault_in_terms([6, 2], MicrobatchWeights((3.0, 1.0)), by="their rows")
     assert not fault_in_terms([0, 0], MicrobatchWeights((3.0, 1.0)), by="their rows")
     assert "means of 6, 1 terms" in fault_in_terms([6, 1], MicrobatchWeights((3.0, 1.0)), by="their rows")
+
+
+def test_an_ended_schedule_checks_nothing():
+    looks = CheckSchedule()
+    assert looks.is_due("a") and not looks.has_ended
+    looks.end()
+    assert not looks.is_due("a") and not looks.is_due("b") and looks.has_ended
+
+
+def test_a_loss_is_repeatable_up_to_rounding():
+    assert is_repeatable(1.0, 1.0 + 1e-9, 1e-7) and not is_repeatable(1.0, 1.1, 1e-7)
+    assert is_repeatable(float("nan"), 1.0, 1e-7)  # a check of the sum reports it
