@@ -71,12 +71,9 @@ def to_tensor(array: Array) -> tf.Tensor:
 
     It shares the array's memory if that is aligned; otherwise it is a copy.
     """
-    if not array.size or array.ctypes.data % ALIGNMENT or not _is_plain(array):
+    flags = array.flags
+    if not array.size or array.ctypes.data % ALIGNMENT or not (flags.c_contiguous and flags.writeable):
         return tf.convert_to_tensor(array)
     if array.dtype.kind == "V":  # bfloat16: DLPack has it, numpy's DLPack export does not
         return tf.bitcast(tf.experimental.dlpack.from_dlpack(array.view(np.uint16).__dlpack__()), tf.bfloat16)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
-
-
-def _is_plain(array: Array) -> bool:
-    return bool(array.flags.c_contiguous and array.flags.writeable)

@@ -25,6 +25,7 @@ import tensorflow as tf
 from commlib.errors import UsageError
 from commlib.horovod.wrapping import PlainPickling
 from commlib_tensorflow._checkpoint_files import watch_checkpoints
+from commlib_tensorflow._gradient_tensors import OptionalGradient
 from commlib_tensorflow._keras_reduction import (
     DistributedKeras,
     DistributedMixin,
@@ -35,7 +36,6 @@ from commlib_tensorflow._keras_reduction import (
     key_of,
     replace,
 )
-from commlib_tensorflow.gradients import OptionalGradient
 
 NO_XLA = (
     "jit_compile=True does not work with a DistributedOptimizer: a function that XLA compiles cannot call the host, "
@@ -75,21 +75,20 @@ class ClipHook(DistributedKeras3):
         """Update variables with reduced gradients, as Keras does. A gradient only on other ranks is zeros here."""
         self_: Any = self
         grads, reduction = list(grads), self._commlib
-        check_momentum(self, reduction.reducer.options.compression)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
+        known = self_._trainable_variables if trainable_variables is None else trainable_variables
+        check_momentum(self, reduction.reducer.options.compression)
         reduction.ran = reduction.given_reduced = reduction.are_reduced(grads)
-        if reduction.size > 1:
-            check_variables(with_gradients(self, grads, trainable_variables))
-        if not (reduction.size == 1 or reduction.reducer.alone or reduction.ran):
-            known = self_._trainable_variables if trainable_variables is None else trainable_variables
-            if len(grads) == len(known) and self._has_all(known):
+        if not reduction.reducer.alone:
+            check_variables(grads, known)
+            if not reduction.ran and len(grads) == len(known) and self._has_all(known):
                 if tf.executing_eagerly() and not _has_accumulation(self) and self_.loss_scale_factor is None:
                     grads = self._reduce(grads, known)
                     reduction.given_reduced, reduction.ran = True, False  # until Keras clips them
                 elif reduction.reducer.compressor is None:
                     grads = self._fill_missing(grads, known)
-        reduction.expected = with_gradients(self, grads, trainable_variables)
+        reduction.expected = with_gradients(grads, known)
         try:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
         finally:
@@ -103,6 +102,9 @@ class ClipHook(DistributedKeras3):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update a variable, if any rank has a gradient for it."""
         update = super().update_step  # type: ignore[misc]
+        if not self._commlib.absent:
+            update(gradient, variable, learning_rate)
+            return
         self._if_any_rank(variable, lambda: update(gradient, variable, learning_rate))
 
     def _apply_weight_decay(self, variables: Any) -> None:
@@ -124,7 +126,7 @@ class ClipHook(DistributedKeras3):
     def _has_all(self, variables: Sequence[Any]) -> bool:
         """Return whether Keras will accept gradients of these variables."""
         self_: Any = self
-        if not self_.built:
+        if not self_.built or list(map(id, variables)) == list(map(id, self_._trainable_variables)):
             return True
         known = set(map(key_of, self_._trainable_variables))
         return all(key_of(variable) in known for variable in variables)
@@ -169,8 +171,10 @@ class ClipHook(DistributedKeras3):
         self, grads: Sequence[Any], variables: Sequence[Any], given_if: Mapping[int, Any] = MappingProxyType({})
     ) -> list[Any]:
         self_: Any = self
-        # Include the other variables of the optimizer: no rank may have a gradient for them.
         everything = self_._trainable_variables if self_.built else variables
+        if not given_if and list(map(id, variables)) == list(map(id, everything)):
+            return self._commlib.reduce(grads, everything, strict=())
+        # Include the other variables of the optimizer: no rank may have a gradient for them.
         places = [self_._get_variable_index(one) for one in variables] if self_.built else range(len(variables))
         gradients: list[Any] = [None] * len(everything)
         for place, gradient in zip(places, grads, strict=True):
@@ -233,10 +237,9 @@ def hook_of(plain: type) -> type[DistributedMixin]:
     return ClipHook if callable(getattr(plain, "_clip_gradients", None)) else ApplyHook
 
 
-def with_gradients(optimizer: Any, grads: list[Any], variables: list[Any] | None) -> list[Any]:
+def with_gradients(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Return the variables that have a gradient, in order."""
-    known = optimizer._trainable_variables if variables is None else variables
-    return [variable for gradient, variable in zip(grads, known, strict=False) if gradient is not None]
+    return [variable for gradient, variable in zip(grads, variables, strict=False) if gradient is not None]
 
 
 def _has_accumulation(optimizer: Any) -> bool:

@@ -1,13 +1,13 @@
 """Gradient reduction for a distributed optimizer of any Keras version.
 
-`GradientsByName` does the reduction itself. This file decides which gradients are reduced, under which names, and with
+`TensorReducer` does the reduction itself. This file decides which gradients are reduced, under which names, and with
 which scale: gradients of variables that only this rank has are left out, and gradients that Keras averaged over passes
 may become a sum again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,18 @@ import tensorflow as tf
 
 from commlib import horovod as core
 from commlib.arguments import read_flag
-from commlib.compress.choice import check_no_momentum
+from commlib.compress.choice import CompressionChoice, check_no_momentum
 from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.computed_gradients import ComputedGradients
 from commlib.horovod.wrapping import change_class
-from commlib.literals import Op
-from commlib_tensorflow._incremental_reduction import IncrementalReduction
-from commlib_tensorflow._local_shards import places_of, reduce_local
+from commlib_tensorflow._eager_call import EagerCall
+from commlib_tensorflow._gradient_tensors import scale_gradient
+from commlib_tensorflow._local_gradients import add_local, places_of
+from commlib_tensorflow._shards import shards_of
 from commlib_tensorflow._variables import path_of
 from commlib_tensorflow.clip import clip_by_global_norm
-from commlib_tensorflow.gradients import GradientsByName, scale_gradient
+from commlib_tensorflow.gradients import TensorReducer
 from commlib_tensorflow.named_verbs.operations import allreduce
 
 
@@ -47,7 +48,7 @@ class DistributedMixin(Reporting):
         self._commlib.reducer.load_compression_state(state)
 
     @property
-    def reducer(self) -> GradientsByName:
+    def reducer(self) -> TensorReducer:
         """The object that reduces the gradients: its options, and one `reducers[i]` for each kind of call so far."""
         return self._commlib.reducer
 
@@ -126,13 +127,11 @@ class KerasGradients:
         self._local: set[Any] = set()
         self._local_layers = list(local_layers)
         self._places: dict[Any, int] = {}
+        self._named: tuple[list[Any], list[int], list[str]] = [], [], []
+        """The variables that were named last, their ids and their names."""
         if groups is not None and not isinstance(groups, int):
             groups = [[self._name_of(variable) for variable in group] for group in groups]
-        self.reducer = GradientsByName(name, groups=groups, reads_marks=True, **settings)
-
-    @property
-    def _process_set(self) -> core.ProcessSet:
-        return self.reducer.process_set
+        self.reducer = TensorReducer(name, groups=groups, reads_marks=True, **settings)
 
     def for_another(self) -> KerasGradients:
         """Return a reduction for another optimizer, with the same settings. Not collective.
@@ -153,8 +152,7 @@ class KerasGradients:
     @property
     def size(self) -> int:
         """The number of ranks that reduce together."""
-        size = self._process_set.size()
-        return self._process_set.coordinator(self.name).comm.size if size is None else size  # raises if none
+        return self.reducer.size
 
     def register_local_var(self, variable: Any) -> None:
         """Keep the gradient of `variable` on this rank."""
@@ -168,39 +166,48 @@ class KerasGradients:
         strict: Collection[int] | None = None,
         given_if: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
-        """Return the reduced gradients of `variables`, as `GradientsByName` does. In a graph or eagerly.
+        """Return the reduced gradients of `variables`, as `TensorReducer` does. In a graph or eagerly.
 
         A gradient that is None only on this rank counts as zeros; but in a graph, and for the numbers in `strict`, it
         is a MismatchError.
         """
         self.ran = True
         shared = self.shared(variables)
-        # As if it were averaged with zeros of the other ranks.
-        factor = 1 / self.size if self._scale_local else 1.0
-        results = [scale_gradient(gradient, factor) for gradient in gradients]
-        if shared:
-            names = [self._name_of(variables[number]) for number in shared]
-            own = [variables[number] for number in shared]
-            reduced = self.reducer(
-                [gradients[number] for number in shared],
-                names,
-                own,
-                strict=None if strict is None else [place for place, number in enumerate(shared) if number in strict],
-                given_if={place: given_if[number] for place, number in enumerate(shared) if number in given_if},
-            )
-            for number, gradient in zip(shared, reduced, strict=True):
-                results[number] = gradient
-        if local_places := places_of(variables):
-            op: Op = "mean" if self.reducer.op == core.Average else "sum"
-            own, theirs = [gradients[place] for place in local_places], [variables[place] for place in local_places]
-            for place, gradient in zip(local_places, reduce_local(own, theirs, op, self.size), strict=True):
-                results[place] = gradient
+        if len(shared) == len(variables):
+            results = self.reducer(gradients, self._names_of(variables), variables, strict=strict, given_if=given_if)
+        else:
+            over_ranks = zip(shared, self._reduce_some(shared, gradients, variables, strict, given_if), strict=True)
+            results = add_local(self.reducer, gradients, variables, dict(over_ranks), scale=self._scale_local)
+        if self._undo_division == 1:
+            return results
         return [scale_gradient(gradient, float(self._undo_division)) for gradient in results]
 
-    def shared(self, variables: Sequence[Any]) -> list[int]:
+    def _reduce_some(
+        self,
+        numbers: Sequence[int],
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        strict: Collection[int] | None,
+        given_if: Mapping[int, Any],
+    ) -> list[Any]:
+        """Return the reduced gradients of the variables with these numbers."""
+        if not numbers:
+            return []
+        return self.reducer(
+            [gradients[number] for number in numbers],
+            [self._name_of(variables[number]) for number in numbers],
+            [variables[number] for number in numbers],
+            strict=None if strict is None else [place for place, number in enumerate(numbers) if number in strict],
+            given_if={place: given_if[number] for place, number in enumerate(numbers) if number in given_if},
+        )
+
+    def shared(self, variables: Sequence[Any]) -> Sequence[int]:
         """Return the numbers of the variables that all ranks of the set have."""
-        local, local_places = self.local_keys(), set(places_of(variables))
-        return [n for n, variable in enumerate(variables) if n not in local_places and key_of(variable) not in local]
+        local = self.local_keys()
+        if not local and not any(shards_of(variables)):
+            return range(len(variables))
+        copies = places_of(variables)
+        return [n for n, variable in enumerate(variables) if n not in copies and key_of(variable) not in local]
 
     def compute(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Return pairs of reduced gradients and variables, which are not reduced again when they are applied."""
@@ -213,8 +220,8 @@ class KerasGradients:
         """Record reduced gradients, so that these tensors are not reduced again when they are applied."""
         self._computed.note(reduced)
 
-    def in_parts(self, variables: Sequence[Any], order: Sequence[int]) -> IncrementalReduction | None:
-        """Start an incremental reduction of gradients that arrive in this order; None if that is not possible.
+    def by_parts(self, variables: Sequence[Any], order: Sequence[int]) -> EagerCall | None:
+        """Start a reduction of gradients that are passed part by part, in this order; None if that is not possible.
 
         Gradients must be reduced all at once if they are not to be sent early, if some stay here, or if a user's
         compressor takes tensors.
@@ -223,14 +230,12 @@ class KerasGradients:
         if reducer.options.overlap is False or reducer.compressor is not None or self.has_local or places_of(variables):
             return None
         reducer.settle_ranks([path_of(variable) for variable in variables], variables)
-        if reducer.alone:
-            return None
-        return IncrementalReduction(reducer, [self._name_of(variable) for variable in variables], variables, order)
+        return None if reducer.alone else reducer.by_parts(self._names_of(variables), variables, order)
 
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks that reduce together."""
-        return self._process_set.ranks or ()
+        return self.reducer.process_set.ranks or ()
 
     @property
     def has_local(self) -> bool:
@@ -239,6 +244,8 @@ class KerasGradients:
 
     def are_reduced(self, gradients: Sequence[Any]) -> bool:
         """Return whether `compute` returned these gradients. Call it once for the gradients of a step."""
+        if self._computed.pending is None:
+            return False
         averaged = self.reducer.op == core.Average and self._undo_division == 1 and not self.local_keys()
         return self._computed.are(gradients, else_averaged=averaged and not self.reducer.options.scheme)
 
@@ -265,10 +272,15 @@ class KerasGradients:
         """Return whether `finite` holds on all ranks. In a graph or eagerly."""
         if self.reducer.alone:
             return finite
-        name = f"{self.name}.finite"
+        name, ranks = f"{self.name}.finite", self.reducer.process_set
         flag = tf.cast(finite, tf.int32)
-        agreed = allreduce(flag, op=core.Min, name=name, process_set=self._process_set, ignore_name_scope=True)
-        return tf.cast(agreed, tf.bool)
+        return tf.cast(allreduce(flag, op=core.Min, name=name, process_set=ranks, ignore_name_scope=True), tf.bool)
+
+    def _names_of(self, variables: Sequence[Any]) -> list[str]:
+        ids = list(map(id, variables))
+        if ids != self._named[1]:
+            self._named = list(variables), ids, [self._name_of(variable) for variable in variables]
+        return self._named[2]
 
     def _name_of(self, variable: Any) -> str:
         # Numbers, in the order in which variables were seen: Keras' names differ between ranks as soon as one of them,
@@ -277,6 +289,8 @@ class KerasGradients:
 
     def local_keys(self) -> set[Any]:
         """Return the keys (`key_of`) of the variables whose gradients stay on this rank."""
+        if not self._local_layers:
+            return self._local
         return self._local | {key_of(v) for layer in self._local_layers for v in layer.trainable_weights}
 
 
@@ -328,14 +342,16 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 def check_momentum(optimizer: Any, compression: Any) -> None:
     """Raise UsageError if both an optimizer and the compression of its gradients have momentum."""
+    if isinstance(compression, CompressionChoice) and compression.scheme is None:
+        return
     momentum = {name: getattr(optimizer, name, None) for name in ("momentum", "beta_1")}
     check_no_momentum(compression, type(optimizer).__name__, momentum)
 
 
-def check_variables(variables: Iterable[Any]) -> None:
+def check_variables(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raise UsageError for variables that are overwritten by their gradient: Keras does so for float8."""
-    for variable in variables:
-        if getattr(variable, "overwrite_with_gradient", False):
+    for gradient, variable in zip(gradients, variables, strict=False):
+        if gradient is not None and getattr(variable, "overwrite_with_gradient", False):
             raise UsageError(
                 f"variable {path_of(variable)} is overwritten by its gradient (float8 training), which ranks cannot "
                 "reduce: train without float8"

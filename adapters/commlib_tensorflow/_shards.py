@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,11 @@ _OWN = "commlib_own"
 def shard_of(variable: Any) -> Shard | None:
     """Return the shard that a Keras variable holds; None if it is not sharded."""
     return getattr(variable, _MARK, None)
+
+
+def shards_of(variables: Iterable[Any]) -> list[Shard | None]:
+    """Return the shard that each variable holds."""
+    return [getattr(variable, _MARK, None) for variable in variables]
 
 
 def mark(variable: Any, shard: Shard) -> None:

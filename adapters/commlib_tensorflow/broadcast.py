@@ -17,7 +17,7 @@ from commlib.sharding.shards import check_same_shard
 from commlib.tensor_verbs import check_ordered, choose_root
 from commlib_tensorflow._bridge import as_tensor
 from commlib_tensorflow._host_calls import is_ordered, no_autograph, operation_name
-from commlib_tensorflow._local_shards import places_of
+from commlib_tensorflow._local_gradients import places_of
 from commlib_tensorflow._recorded_verbs import ordered, run
 from commlib_tensorflow._shards import shard_of
 from commlib_tensorflow.named_verbs._autograd import broadcast_tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,17 +15,16 @@ from commlib.data_parallel.buckets import BUCKET_CAP_MIB, FIRST_BUCKET_MIB
 from commlib.data_parallel.report import Reporting
 from commlib.errors import UsageError
 from commlib.horovod.mesh_sets import process_set_along
-from commlib.literals import Op
 from commlib.mesh_groups import Mesh
 from commlib.sharding.shard_replicas import axes_of_data, mesh_of
 from commlib_tensorflow._host_calls import has_tangents, is_recorded, no_autograph
-from commlib_tensorflow._local_shards import places_of, reduce_local
-from commlib_tensorflow._shards import mark_gradient, mark_local, shard_of
+from commlib_tensorflow._local_gradients import add_local, places_of
+from commlib_tensorflow._shards import mark_gradient, mark_local, shards_of
 from commlib_tensorflow.compression import Compression
 from commlib_tensorflow.errors import as_tensorflows
-from commlib_tensorflow.gradients import GradientsByName, scale_gradient
+from commlib_tensorflow.gradients import TensorReducer
 
-_shared_reducer: Callable[..., GradientsByName] = functools.lru_cache(maxsize=64)(GradientsByName)
+_shared_reducer: Callable[..., TensorReducer] = functools.lru_cache(maxsize=64)(TensorReducer)
 """A new tape is made in every step; the ranks' agreements outlive it."""
 
 _NAME = "DistributedGradientTape"
@@ -41,18 +40,17 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
     """Tape that records like the wrapped one and reduces in `gradient`. `DistributedGradientTape` returns it."""
 
     def __init__(
-        self, tape: tf.GradientTape, make: Callable[[core.ProcessSet], GradientsByName], group: core.ProcessSet,
-        scale_local_gradients: bool,
+        self, tape: tf.GradientTape, group: core.ProcessSet, settings: Mapping[str, Any], scale_local_gradients: bool
     ) -> None:  # fmt: skip
         # The wrapped tape does the recording, so there is no super().__init__().
         self._wrapped = tape
-        self._make, self._group = make, group
-        self._reducer = make(group)
+        self._group, self._settings = group, settings
+        self._reducer = _shared_reducer(_NAME, process_set=group, **settings)
         self._scale_local_gradients = read_flag("scale_local_gradients", scale_local_gradients)
         self._local: dict[int, Any] = {}
 
     @property
-    def reducer(self) -> GradientsByName:
+    def reducer(self) -> TensorReducer:
         """The object that reduces the gradients of such tapes."""
         return self._reducer
 
@@ -79,22 +77,16 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
         if use_generic_names and isinstance(self._reducer.groups, tuple):
             raise UsageError("use_generic_names does not work with groups of variables, which are found by their names")
         gradients = self._wrapped.gradient(target, sources, output_gradients, unconnected_gradients)
-        flat_sources = tf.nest.flatten(sources)
-        flat = tf.nest.flatten(gradients)
-        local_places = places_of(flat_sources)
-        shared = [n for n, source in enumerate(flat_sources) if n not in local_places and not self._is_local(source)]
-        self._set_ranks_from_marks([flat_sources[index] for index in shared])
-        names = [f"source {i}" if use_generic_names else label(flat_sources[i], i) for i in shared]
-        reduced = self._reduce([flat[index] for index in shared], names, [flat_sources[index] for index in shared])
-        factor = 1 / self._reducer.size if self._scale_local_gradients else 1.0
-        answer = [scale_gradient(gradient, factor) for gradient in flat]
-        for index, gradient in zip(shared, reduced, strict=True):
-            answer[index] = gradient
-        if local_places:
-            op: Op = "sum" if self._reducer.op == core.Sum else "mean"
-            own, theirs = [flat[index] for index in local_places], [flat_sources[index] for index in local_places]
-            for index, gradient in zip(local_places, reduce_local(own, theirs, op, self._reducer.size), strict=True):
-                answer[index] = gradient
+        flat_sources, flat = tf.nest.flatten(sources), tf.nest.flatten(gradients)
+        is_marked = any(shards_of(flat_sources))
+        if not is_marked and not self._local:
+            return tf.nest.pack_sequence_as(sources, self._reduce(flat, flat_sources, use_generic_names))
+        copies = places_of(flat_sources)
+        shared = [n for n, source in enumerate(flat_sources) if n not in copies and not self._is_local(source)]
+        own, those = [flat[index] for index in shared], [flat_sources[index] for index in shared]
+        self._set_ranks_from_marks(those)
+        reduced = dict(zip(shared, self._reduce(own, those, use_generic_names, shared), strict=True))
+        answer = add_local(self._reducer, flat, flat_sources, reduced, scale=self._scale_local_gradients)
         for gradient, source in zip(answer, flat_sources, strict=True):
             mark_gradient(gradient, source)
         return tf.nest.pack_sequence_as(sources, answer)
@@ -113,20 +105,34 @@ class DistributedTape(tf.GradientTape, Reporting):  # type: ignore[misc]  # Tens
     def _set_ranks_from_marks(self, sources: Sequence[Any]) -> None:
         """Reduce over the ranks with the same shards, if sources are sharded on a mesh without a process set."""
         if self._group is core.global_process_set:
-            shards = [("", shard) for source in sources if (shard := shard_of(source)) is not None]
+            shards = [("", shard) for shard in shards_of(sources) if shard is not None]
             if shards and (mesh := mesh_of(shards, self._reducer.size)) is not None:
-                self._reducer = self._make(_data_ranks(mesh))
+                self._reducer = _shared_reducer(_NAME, process_set=_data_ranks(mesh), **self._settings)
 
-    def _reduce(self, gradients: Sequence[Any], names: Sequence[str], sources: Sequence[Any]) -> list[Any]:
-        """Return reduced gradients: with their derivatives in forward mode, and refusing those of reverse mode."""
-        if self._reducer.alone:
-            return self._reducer(gradients, names, sources)
+    def _reduce(
+        self,
+        gradients: Sequence[Any],
+        sources: Sequence[Any],
+        use_generic_names: bool,
+        numbers: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Return reduced gradients: with their derivatives in forward mode, and refusing those of reverse mode.
+
+        numbers: the indices of these sources among all; None if these are all.
+        """
+        reducer, numbers = self._reducer, range(len(sources)) if numbers is None else numbers
+        if use_generic_names:
+            names = [f"source {number}" for number in numbers]
+        else:
+            names = [label(source, number) for source, number in zip(sources, numbers, strict=True)]
+        if reducer.alone:
+            return reducer(gradients, names, sources)
         given = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients if one is not None]
         if not is_recorded(*given):
-            return self._reducer(gradients, names, sources)
+            return reducer(gradients, names, sources)
         if tf.executing_eagerly() and has_tangents(given):
-            return self._reducer.reduce_with_tangents(gradients, names, sources)
-        return _differentiate_once(gradients, self._reducer(gradients, names, sources))
+            return reducer.reduce_with_tangents(gradients, names, sources)
+        return _differentiate_once(gradients, reducer(gradients, names, sources))
 
     def _is_local(self, source: Any) -> bool:
         return _identity(source) in self._local
@@ -179,7 +185,7 @@ def DistributedGradientTape(
 
     Gradients of variables passed to `register_local_source` stay on this rank. Variables that are sharded along an axis
     of a mesh determine over which ranks the other gradients are reduced, too: then no `process_set` is needed, and the
-    first call of `gradient` is collective over all ranks. See `GradientsByName` for the rest.
+    first call of `gradient` is collective over all ranks. See `TensorReducer` for the rest.
 
     Args:
         gradtape: The tape to wrap.
@@ -218,10 +224,7 @@ def DistributedGradientTape(
         "groups": _group_names(groups) if groups is not None else num_groups or None,
     }
 
-    def make(group: core.ProcessSet) -> GradientsByName:
-        return _shared_reducer(_NAME, process_set=group, **settings)
-
-    return DistributedTape(gradtape, make, group, scale_local_gradients)
+    return DistributedTape(gradtape, group, settings, scale_local_gradients)
 
 
 @no_autograph

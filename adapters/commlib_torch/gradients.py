@@ -25,7 +25,7 @@ from commlib.data_parallel.options import Gradient, Options
 from commlib.data_parallel.reducer import GradientReducer
 from commlib.data_parallel.reducer_ranks import OrderedRanks
 from commlib.errors import UsageError
-from commlib.horovod.join import announce_turn
+from commlib.horovod.join import announce_turn, number_reducer
 from commlib.horovod.join import join as core_join
 from commlib.sharding.shard_replicas import find_shard_replicas
 from commlib.sharding.shards import check_same_shard, group_local_shards, world_ranks
@@ -79,34 +79,14 @@ class AutogradReducer:
             self.reducer = GradientReducer(
                 ranks, gradients, self._values, options, groups=placed, threads=threads, wrapper=wrapper
             )
-        self._number_among_others()
+        self.number, self.takes_turns = 0, False
+        number_reducer(self, lambda: backward_passes.members)
         self.serial = backward_passes.join(self)
         self._hooks: list[Any] = []
         if ranks.size > 1:  # with one rank gradients are already final
             keep_freed_memory()
             self._hooks = listen(self, self.parameters, before=self.reducer.scales_before_adding)
             before_steps.join(self)
-
-    def _number_among_others(self) -> None:
-        """Agree on a number that is unique on this communicator; let several reducers on it take turns.
-
-        Ranks may have dropped earlier reducers at different times. A reducer counts as long as it exists on any rank.
-        """
-        others, highest = self._others()
-        if highest:
-            gc.collect()  # a reducer in a reference cycle would cost overlap permanently
-            others, highest = self._others()
-        self.number, self.takes_turns = highest + 1, False
-        if highest:
-            for member in [*others, self]:
-                member.take_turns()
-
-    def _others(self) -> tuple[list[Any], int]:
-        """Return the other reducers on this communicator, and the highest number in use on any rank."""
-        comm = self.comm
-        others = [member for member in backward_passes.members if member.comm is comm]
-        highest = max((member.number for member in others), default=0)
-        return others, max(comm.all_gather_object(highest)) if comm.size > 1 else 0
 
     def take_turns(self) -> None:
         """Announce this reducer before each reduction: the communicator has others, and ranks may join."""

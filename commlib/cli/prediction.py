@@ -10,11 +10,13 @@ from commlib.arguments import suggest
 from commlib.console.text import bytes_text, columns, digits, seconds_text
 from commlib.console.width import wrap
 from commlib.cost.flat import predict_flat
-from commlib.cost.hierarchical import HIERARCHICAL, predict_hierarchical
+from commlib.cost.hierarchical import predict_hierarchical
 from commlib.cost.model import DEFAULT, Machine
 from commlib.cost.table import Table
 from commlib.errors import UsageError
 from commlib.schedule import LinkCost, algorithms
+from commlib.schedule.expansion import rail_algorithms
+from commlib.schedule.hierarchy import HIERARCHICAL
 
 MOST_RANKS = 16384
 SIZES = tuple(4096 << 4 * power for power in range(6))  # 4 KiB to 4 GiB
@@ -80,7 +82,7 @@ def predict_all(
     for size in sizes:
         rows[size] = {name: predict_flat(verb, name, nodes, ranks_per_node, size, machine) for name in names}
         if nodes > 1 and ranks_per_node > 1 and verb in HIERARCHICAL:
-            for name in names:
+            for name in (name for name in names if name in rail_algorithms(verb)):
                 seconds = predict_hierarchical(verb, name, nodes, ranks_per_node, size, machine)
                 rows[size][HIERARCHICAL_MARK + name] = seconds
     return Prediction(verb, nodes, ranks_per_node, machine, rows)

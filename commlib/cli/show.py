@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from commlib.cli.hierarchy import HIERARCHY, expand_all
 from commlib.cli.mesh import make_mesh, mesh_data, mesh_text
 from commlib.cli.pipeline import (
     PipelineRequest,
@@ -25,7 +28,8 @@ from commlib.console.text import columns, parse_bytes
 from commlib.console.width import fold, reader_width, wrap
 from commlib.errors import UsageError
 from commlib.pipeline.schedule import PipelineScheduleError
-from commlib.schedule import algorithms, find, program, render
+from commlib.schedule import Program, algorithms, find, program, render
+from commlib.schedule.hierarchy import HIERARCHICAL
 
 MOST_COLUMNS = 128
 
@@ -33,7 +37,8 @@ MOST_COLUMNS = 128
 def show(
     verb: Annotated[str, typer.Argument(help="all_reduce, broadcast, all_to_all, ...; or mesh, pipeline")],
     algorithm: Annotated[
-        str | None, typer.Option(help="Draw this algorithm; without it, list the algorithms of the verb.")
+        str | None,
+        typer.Option(help="Draw this algorithm, or 'hierarchical'; without it, list the algorithms of the verb."),
     ] = None,
     ranks: Annotated[
         int | None,
@@ -42,9 +47,14 @@ def show(
     root: Annotated[int | None, typer.Option(min=0, help="The root of a rooted verb. [default: 0]")] = None,
     segments: Annotated[int | None, typer.Option(min=1, help="Pieces in a pipeline. [default: 1]")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="Predict times on a described cluster.")] = False,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Predict: nodes. [default: 2]")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Predict, hierarchical: nodes. [default: 2]")] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Predict, mesh: ranks per node. [default: 8; mesh: unknown]")
+        int | None,
+        typer.Option(min=1, help="Predict, hierarchical, mesh: ranks per node. [default: 8; 2; mesh: unknown]"),
+    ] = None,
+    rails: Annotated[int | None, typer.Option(min=1, help="Hierarchical: rails. [default: ranks per node]")] = None,
+    between: Annotated[
+        str | None, typer.Option(help="Hierarchical: the algorithm between nodes. [default: the first listed]")
     ] = None,
     sizes: Annotated[list[str] | None, typer.Option("--bytes", help="Predict: sizes such as 4K, 64M, 1G.")] = None,
     alpha_us: Annotated[float | None, typer.Option(min=0, help="Network: microseconds per message.")] = None,
@@ -85,7 +95,8 @@ def show(
 
     Tables and pictures are as wide as the terminal (or COLUMNS); output to a file is not wrapped.
     """
-    drawing = {"--ranks": ranks, "--root": root, "--segments": segments}
+    drawing: dict[str, Any] = {"--ranks": ranks, "--root": root, "--segments": segments}
+    hierarchy: dict[str, Any] = {"--rails": rails, "--between": between}
     numbers = {
         "alpha_us": alpha_us,
         "bandwidth_gbs": bandwidth_gbs,
@@ -115,6 +126,8 @@ def show(
             _pipeline(PipelineRequest(schedule, ranks, stages, microbatches, costs), svg, as_csv, as_json, legend)
             return
         _refuse(piped, "is for pipeline: commlib show pipeline")
+        if verb == "mesh" or predict or algorithm != HIERARCHY:
+            _refuse(hierarchy, f"is for --algorithm {HIERARCHY}")
         if verb == "mesh":
             others = drawing | cluster | {"--algorithm": algorithm, "--predict": predict or None, "--legend": legend}
             _refuse({name: others[name] for name in others if not name.startswith("--ranks")}, "is not for mesh")
@@ -129,12 +142,23 @@ def show(
             prediction = predict_all(verb, nodes or 2, ranks_per_node or 8, wanted, machine, algorithm)
             _print(prediction.to_dict() if as_json else prediction.text(reader_width()))
             return
+        if algorithm == HIERARCHY:
+            others = {name: cluster[name] for name in cluster if name not in ("--nodes", "--ranks-per-node")}
+            _refuse(others | {"--ranks": ranks, "--segments": segments}, f"is not for --algorithm {HIERARCHY}")
+            of_nodes = nodes or 2, ranks_per_node or 2
+            _check_width("--nodes x --ranks-per-node", prod(of_nodes))
+            programs = expand_all(verb, *of_nodes, rails, root or 0, between)
+            _draw(HIERARCHICAL[verb], programs, as_json, legend)
+            return
         _refuse(cluster, "is for --predict")
         if algorithm is None:
             _refuse(drawing, "is for drawing: give --algorithm")
             _print(_listed(verb) if as_json else _list(verb))
         else:
-            _draw(verb, algorithm, ranks or 8, root or 0, segments or 1, as_json, legend)
+            size = ranks or 8
+            _check_width("--ranks", size)
+            programs = [program(verb, algorithm, n, size, root=root or 0, segments=segments or 1) for n in range(size)]
+            _draw(find(verb, algorithm).description, programs, as_json, legend)
     except (UsageError, PipelineScheduleError) as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -177,20 +201,23 @@ def _list(verb: str) -> str:
     rows = [[item["name"], item["description"].split("\n")[0]] for item in _listed(verb)]
     indent = max(len(name) for name, _ in rows) + 2
     table = wrap(columns(rows, left=2), reader_width(), indent=indent)
-    return f"{table}\n\ncommlib show {verb} --algorithm NAME draws one."
+    text = f"{table}\n\ncommlib show {verb} --algorithm NAME draws one."
+    if verb in HIERARCHICAL:
+        text += f"\nWith several ranks on each of several nodes: --algorithm {HIERARCHY}."
+    return text
 
 
-def _draw(
-    verb: str, algorithm: str, ranks: int, root: int, segments: int, as_json: bool, with_legend: bool | None
-) -> None:
+def _check_width(option: str, ranks: int) -> None:
     if ranks > MOST_COLUMNS:
-        raise UsageError(f"'--ranks' is {ranks}; at most {MOST_COLUMNS} can be drawn")
-    programs = [program(verb, algorithm, rank, ranks, root=root, segments=segments) for rank in range(ranks)]
+        raise UsageError(f"'{option}' is {ranks}; at most {MOST_COLUMNS} can be drawn")
+
+
+def _draw(description: str, programs: Sequence[Program], as_json: bool, with_legend: bool | None) -> None:
     if as_json:
         _print([asdict(each) for each in programs])
         return
     width, picture = reader_width(), render(programs)
-    parts = [wrap(find(verb, algorithm).description, width), fold(picture, width)]
+    parts = [wrap(description, width), fold(picture, width)]
     if with_legend or (with_legend is None and width is not None):
         parts.append(explain(picture, width))
     _print("\n\n".join(parts).rstrip())

@@ -37,8 +37,9 @@ class Verb:
 
     messages: by a schedule of messages, on memory of any device; every verb has it. exchange: on a node's board, from
     the call, this rank and the size. on_node: the same by special kernels, where the verb has them. on_devices: between
-    the devices of a node, where the verb needs more than `exchange`. hierarchical: within and between several nodes;
-    hierarchical_on_devices: the same on device arrays.
+    the devices of a node, where the verb needs more than `exchange`. hierarchical: within and between several nodes, on
+    memory of any device, by the steps in `schedule.hierarchy`: the elements of the data's chunks for a call and the
+    number of ranks, or of all data in one number if every rank has all of it.
     elementwise: a call may run piece by piece in place, each piece a call on fewer elements.
     """
 
@@ -46,9 +47,8 @@ class Verb:
     messages: Callable[[Group, Call], Move]
     exchange: Callable[[Call, int, int], Exchange] | None = None
     on_node: Callable[[NodeContext, Call], NodeCollective] | None = None
-    hierarchical: Callable[[Group, Call], Move] | None = None
+    hierarchical: Callable[[Call, int], tuple[int, ...]] | None = None
     on_devices: Callable[[DeviceBoard, OpenSlots, Call], DeviceMove] | None = None
-    hierarchical_on_devices: Callable[[DeviceBoard, OpenSlots, Group, Call], DeviceMove] | None = None
     elementwise: bool = False
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from commlib.cost.model import Machine, best, check
 from commlib.errors import UsageError
 from commlib.schedule import LinkCost, find
-
-HIERARCHICAL = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
-"""The verbs with a hierarchical implementation."""
+from commlib.schedule.hierarchy import HIERARCHICAL
 
 RAIL_BYTES = 64 << 10
 """The least data for each rail; less data uses fewer rails (see `collectives.rails`)."""
@@ -23,13 +21,15 @@ def predict_hierarchical(
     share the nodes' cards: beta is C times as large for each. Before and after it a node's ranks synchronize, at the
     node's alpha, and the busiest rank combines or copies this part of the n bytes, at gamma for each byte:
 
-                         before     network    after
-        all_reduce       (L-1)/C    1/C        1 - 1/L, or 1 if C < L
-        reduce_scatter   (L-1)/C    1/C        1/(N L)
-        all_gather       1/(N C)    1/C        1 - 1/L, or 1 if C < L
-        broadcast        1/C        1/C        1 - 1/L, or 1 if C < L
-        all_to_all       L/C        L/C        1
-        barrier          0          0          0
+                         before                  network    after
+        all_reduce       (L-1)/C                 1/C        1 - 1/L, or 1 if C < L
+        reduce_scatter   (L-1)/C                 1/C        1/(N L)
+        all_gather       1/N + 1/(N C)           1/C        1 - 1/N
+        broadcast        1/C                     1/C        1 - 1/L, or 1 if C < L
+        all_to_all       1/N + (1 - 1/N) L/C     L/C        1 - 1/N
+        barrier          0                       0          0
+
+    (A test compares these with the steps in `schedule.hierarchy`.)
 
         seconds = 2 alpha_node + (before + after) n gamma + predict(verb, algorithm, N, network n, (alpha, C beta))
 
@@ -51,12 +51,12 @@ def predict_hierarchical(
 
 
 def _shares(verb: str, nodes: int, ranks: int, rails: int) -> tuple[float, float, float]:
-    rest = 1.0 if rails < ranks else 1 - 1 / ranks
+    rest, elsewhere = 1.0 if rails < ranks else 1 - 1 / ranks, 1 - 1 / nodes
     return {
         "all_reduce": ((ranks - 1) / rails, 1 / rails, rest),
         "reduce_scatter": ((ranks - 1) / rails, 1 / rails, 1 / (nodes * ranks)),
-        "all_gather": (1 / (nodes * rails), 1 / rails, rest),
+        "all_gather": (1 / nodes + 1 / (nodes * rails), 1 / rails, elsewhere),
         "broadcast": (1 / rails, 1 / rails, rest),
-        "all_to_all": (ranks / rails, ranks / rails, 1.0),
+        "all_to_all": (1 / nodes + elsewhere * ranks / rails, ranks / rails, elsewhere),
         "barrier": (0.0, 0.0, 0.0),
     }[verb]

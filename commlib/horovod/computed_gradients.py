@@ -17,11 +17,12 @@ class ComputedGradients:
     """Remembers the reduced gradients that were returned to the caller."""
 
     def __init__(self) -> None:
-        self._given: list[Any] | None = None
+        self.pending: list[Any] | None = None
+        """The reduced gradients that were returned last; None once some have been applied."""
 
     def note(self, gradients: Sequence[Any]) -> None:
         """Remember reduced gradients."""
-        self._given = [gradient for gradient in gradients if gradient is not None]
+        self.pending = [gradient for gradient in gradients if gradient is not None]
 
     def are(self, gradients: Sequence[Any], *, else_averaged: bool) -> bool:
         """Return whether these gradients are the remembered ones; forget those.
@@ -29,7 +30,7 @@ class ComputedGradients:
         else_averaged: a second reduction would change nothing. Raises UsageError if it would, and the gradients may be
         reduced already.
         """
-        given, self._given = self._given, None
+        given, self.pending = self.pending, None
         if given is None:
             return False
         known = {id(gradient) for gradient in given}

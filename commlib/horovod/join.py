@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -24,6 +25,10 @@ class JoinableReducer(Protocol):
 
     @property
     def comm(self) -> Any: ...
+
+    def take_turns(self) -> None:
+        """Announce this reducer before each reduction from now on: see `announce_turn`."""
+        ...
 
     def contribute_nothing(self) -> int | None: ...
 
@@ -52,6 +57,29 @@ def join(reducers: Sequence[JoinableReducer] = ()) -> int:
     by_name: int = pending.wait()
     times = [number for number in counts if number is not None]
     return _last(by_name, allgather_object(sum(times) if times else None, "join.stood_in"))
+
+
+def number_reducer(reducer: JoinableReducer, members: Callable[[], Iterable[JoinableReducer]]) -> None:
+    """Number a new reducer among those on its communicator; if there are several, all take turns. Collective.
+
+    members: the reducers of this rank. Ranks may have dropped earlier ones at different times: a reducer counts as long
+    as it exists on any rank.
+    """
+    comm = reducer.comm
+
+    def find_others() -> tuple[list[JoinableReducer], int]:
+        others = [member for member in members() if member.comm is comm and member is not reducer]
+        highest = max((member.number for member in others), default=0)
+        return others, max(comm.all_gather_object(highest)) if comm.size > 1 else 0
+
+    others, highest = find_others()
+    if highest:
+        gc.collect()  # a reducer in a reference cycle would cost overlap permanently
+        others, highest = find_others()
+    reducer.number, reducer.takes_turns = highest + 1, False
+    if highest:
+        for member in (*others, reducer):
+            member.take_turns()
 
 
 def announce_turn(comm: Any, number: int) -> int:

@@ -81,6 +81,15 @@ class ProcessSet:
         """Return whether this process is in the set, or None if the set is not registered."""
         return None if self.process_set_id is None or self.ranks is None else require_world().rank in self.ranks
 
+    def is_alone(self, verb: str) -> bool:
+        """Return whether this process reduces nothing over the set: it is outside, or the only rank.
+
+        Raises UsageError if the set is not registered.
+        """
+        if self.process_set_id is None:
+            self.coordinator(verb)  # raises
+        return self._coordinator is None or len(self.ranks or ()) == 1
+
     def coordinator(self, verb: str) -> Coordinator:
         """Return the coordinator of this set's operations. Raises UsageError unless this process is in the set."""
         if self._coordinator is None:

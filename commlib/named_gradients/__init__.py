@@ -1,1 +1,1 @@
-"""Gradients reduced by name: a coordinator matches them among ranks that compute them in any order."""
+"""Gradients in arrays: reduced in program order, or matched by name among ranks that compute them in any order."""

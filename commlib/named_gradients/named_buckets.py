@@ -54,42 +54,32 @@ def overlap_pays_here(threads: int) -> bool:
 
 
 class ProcessSetRanks:
-    """The `Ranks` of a process set, whose operations have names that begin with `name`. Construction is collective."""
+    """The `Ranks` of a process set, whose operations have names that begin with `name`. Construction is collective.
+
+    in_order: this rank could reduce in program order instead.
+    """
 
     needs_all_ranks = False
     together = True
 
-    def __init__(self, process_set: ProcessSet | None, name: str) -> None:
+    def __init__(self, process_set: ProcessSet | None, name: str, *, in_order: bool = False) -> None:
         self._process_set = process_set_of(process_set)
         self._coordinator = self._process_set.coordinator(name)
         comm = self._coordinator.comm
         self.group = comm.group  # has the timeline, if one is written
         self.rank, self.size = comm.rank, comm.size
         self.is_hierarchical = bool(comm.is_hierarchical)
-        self._joins, self._restarts = self._coordinator.joins, self._coordinator.restarts
         self._memories = 0
         self._name = name
         # Earlier objects of this name have used other serial numbers, also on ranks that had joined then.
         counts = self._coordinator.serials
-        serials = self.all_gather_object(counts.get(name, 0))
+        serials, ordered = zip(*self.all_gather_object((counts.get(name, 0), in_order)), strict=True)
         counts[name] = serial = max(serials) + 1
-        self._was_complete = len(serials) == self.size
+        self.is_complete = len(serials) == self.size
+        """Whether no rank had joined at construction."""
+        self.may_be_ordered = self.is_complete and all(ordered)
+        """Whether all ranks are here, and all could reduce in program order."""
         self._name = name if serial == 1 else f"{name} ({serial})"
-
-    @property
-    def is_current(self) -> bool:
-        """Whether this object is still valid for all ranks.
-
-        It is invalid after a shutdown. It is invalid if a rank had joined during construction and is now back, because
-        that rank does not have this object. It is invalid after a restart: ranks may restart from different places, so
-        their next operations under these names may differ.
-        """
-        process_set = self._process_set
-        if process_set.process_set_id is None or process_set.coordinator(self._name) is not self._coordinator:
-            return False
-        if self._coordinator.restarts != self._restarts:
-            return False
-        return self._was_complete or self._coordinator.joins == self._joins
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks that have not joined."""

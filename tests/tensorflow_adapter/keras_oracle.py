@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from commlib import horovod as core
-from commlib.named_gradients import named_buckets
+from commlib.data_parallel.bucket_reducer import BucketReducer
+from commlib.data_parallel.buckets import Bucket
 
 ROWS = 4  # of a batch, per rank
 FEATURES = 3
@@ -85,15 +86,15 @@ def assert_same_everywhere(values: Any) -> None:
 
 
 @contextmanager
-def counted_reductions(monkeypatch: Any) -> Iterator[list[str]]:
-    """Yield the list of names of the gradient reductions that begin within the context."""
-    begun: list[str] = []
-    start: Any = vars(named_buckets)["start_allreduce"]
+def counted_reductions(monkeypatch: Any) -> Iterator[list[Bucket]]:
+    """Yield the list of the buckets that are reduced within the context."""
+    begun: list[Bucket] = []
+    finish = BucketReducer.finish
 
-    def counting(inputs: Any, outputs: Any, name: str, **options: Any) -> Any:
-        begun.append(name)
-        return start(inputs, outputs, name, **options)
+    def counting(self: BucketReducer, *remaining: Any) -> None:
+        begun.extend(self.buckets)
+        finish(self, *remaining)
 
     with monkeypatch.context() as patch:
-        patch.setattr(named_buckets, "start_allreduce", counting)
+        patch.setattr(BucketReducer, "finish", counting)
         yield begun

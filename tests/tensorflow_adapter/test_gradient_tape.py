@@ -8,10 +8,9 @@ import pytest
 import tensorflow as tf
 
 import commlib_tensorflow as hvd
-from commlib import horovod as core
+from commlib.data_parallel.bucket_reducer import BucketReducer
 from commlib.errors import MismatchError, UsageError
-from commlib.named_gradients import named_buckets
-from commlib_tensorflow.gradients import GradientsByName
+from commlib_tensorflow.gradients import TensorReducer
 from tests.tensorflow_adapter.oracle import (
     MODES,
     assert_close,
@@ -245,7 +244,7 @@ def test_overlap_does_not_change_results(comm: Any, compression: str) -> None:
     names = [f"variable {index}" for index in range(len(own))]
     results = []
     for overlap in (False, True, None):
-        reducer = GradientsByName(
+        reducer = TensorReducer(
             f"{compression} {overlap}", compression=getattr(hvd.Compression, compression), overlap=overlap
         )
         results.append(reducer(own, names))
@@ -266,7 +265,7 @@ def test_overlap_does_not_change_results(comm: Any, compression: str) -> None:
 @both
 def test_memory_of_results_is_reused_only_when_free(comm: Any, mode: str) -> None:
     """A variable adopts the memory of a result that is assigned to it."""
-    reducer = GradientsByName(f"memory {mode}", op=hvd.Sum)
+    reducer = TensorReducer(f"memory {mode}", op=hvd.Sum)
     step = in_mode(mode, lambda x: reducer([x], ["x"])[0])
     variable = tf.Variable(tf.zeros(50_000))
     kept = []
@@ -290,7 +289,7 @@ def test_memory_of_results_is_reused_only_when_free(comm: Any, mode: str) -> Non
 
 def test_reductions_start_in_reverse_order_of_variables(comm: Any) -> None:
     """A traced function runs its stateful nodes in the order of their creation."""
-    reducer = GradientsByName("order", groups=[["a", "b"], ["c"], ["d"]], overlap=True)
+    reducer = TensorReducer("order", groups=[["a", "b"], ["c"], ["d"]], overlap=True)
     traced = tf.function(lambda *gradients: reducer(gradients, ["a", "b", "c", "d"]))
     traced(*(tf.ones(1) for _ in range(4)))
     if comm.size > 1:
@@ -305,7 +304,7 @@ def test_reductions_start_in_reverse_order_of_variables(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_input_gradients_are_not_modified(comm: Any, overlap: bool) -> None:
-    reducer = GradientsByName(f"given {overlap}", op=hvd.Sum, groups=2, overlap=overlap)
+    reducer = TensorReducer(f"given {overlap}", op=hvd.Sum, groups=2, overlap=overlap)
 
     @tf.function
     def step(x: Any) -> Any:
@@ -324,16 +323,17 @@ def test_buckets_start_while_backward_runs(comm: Any, overlap: bool, monkeypatch
     launched = threading.Event()
     seen = []
 
-    def start(inputs: Any, outputs: Any, name: str, **options: Any) -> Any:
-        if name.endswith(".0"):
-            launched.set()
-        return core.start_allreduce(inputs, outputs, name, **options)
+    launch = BucketReducer.launch
+
+    def note_launch(self: BucketReducer, index: int) -> None:
+        launch(self, index)
+        launched.set()
 
     def wait(gradient: Any) -> Any:
         seen.append(launched.wait(20.0 if overlap else 0.2))
         return gradient
 
-    monkeypatch.setattr(named_buckets, "start_allreduce", start)
+    monkeypatch.setattr(BucketReducer, "launch", note_launch)
 
     @tf.custom_gradient
     def hold_up(x: Any) -> Any:
@@ -345,7 +345,7 @@ def test_buckets_start_while_backward_runs(comm: Any, overlap: bool, monkeypatch
         return tf.identity(x), backward
 
     first, last = tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])
-    reducer = GradientsByName(f"while {overlap}", groups=2, overlap=overlap)
+    reducer = TensorReducer(f"while {overlap}", groups=2, overlap=overlap)
 
     @tf.function
     def step(x: Any) -> Any:
@@ -363,7 +363,7 @@ def test_buckets_start_while_backward_runs(comm: Any, overlap: bool, monkeypatch
 @pytest.mark.parametrize("overlap", [False, True])
 @both
 def test_different_gradients_are_an_error_everywhere(comm: Any, mode: str, overlap: bool) -> None:
-    reducer = GradientsByName(f"different {mode} {overlap}", groups=2, overlap=overlap)
+    reducer = TensorReducer(f"different {mode} {overlap}", groups=2, overlap=overlap)
     odd = comm.rank == comm.size - 1
 
     def reduce(missing: bool) -> Any:
@@ -374,7 +374,7 @@ def test_different_gradients_are_an_error_everywhere(comm: Any, mode: str, overl
     # At first ranks have no agreed layout; different layouts would make them wait for each other.
     with pytest.raises(error, match=r"is 'b: .*' on rank 0 but 'b: .*' on rank"):
         reduce(odd)
-    reducer = GradientsByName(f"different later {mode} {overlap}", groups=2, overlap=overlap)
+    reducer = TensorReducer(f"different later {mode} {overlap}", groups=2, overlap=overlap)
     for _ in range(2):
         assert_close(reduce(False), [tf.ones(3), tf.ones(2), tf.ones(4)])
         if mode == "eager":  # the missing one counts as zeros, and its rank gets the result, too
@@ -393,11 +393,11 @@ def test_wrong_arguments(comm: Any) -> None:
         ({"groups": -1}, "groups"),
     ):
         with pytest.raises(UsageError, match=text):
-            GradientsByName("wrong", **options)
+            TensorReducer("wrong", **options)
     with pytest.raises(UsageError, match="2 gradients but 1"):
-        GradientsByName("wrong")([None, None], ["a"])
+        TensorReducer("wrong")([None, None], ["a"])
     with pytest.raises(UsageError, match=r"the gradient of a: .*string"):
-        GradientsByName("wrong")([tf.constant("text")], ["a"])
+        TensorReducer("wrong")([tf.constant("text")], ["a"])
     with pytest.raises(UsageError, match="scale_local_gradients is 'no', expected True or False"):
         hvd.DistributedGradientTape(tf.GradientTape(), scale_local_gradients=cast("Any", "no"))
     with pytest.raises(UsageError, match="former name"):
@@ -435,7 +435,7 @@ def test_bucket_size_limits(comm: Any, mode: str) -> None:
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.int32], ids=lambda d: d.name)
 @both
 def test_kept_results_of_any_dtype_do_not_change(comm: Any, mode: str, dtype: Any) -> None:
-    reducer = GradientsByName(f"kept {mode} {dtype.name}", op=hvd.Sum)
+    reducer = TensorReducer(f"kept {mode} {dtype.name}", op=hvd.Sum)
     step = in_mode(mode, lambda x: reducer([x, x + x], ["x", "y"]))
     kept = [step(tf.cast(tf.fill([5000], number), dtype)) for number in range(6)]
     for number, (one, two) in enumerate(kept):
@@ -447,7 +447,7 @@ def test_kept_results_of_any_dtype_do_not_change(comm: Any, mode: str, dtype: An
 @both
 def test_complex_numbers_of_any_shape_and_path(comm: Any, mode: str, compression: str) -> None:
     """Regression: a complex scalar was no pair, and compressed pairs were decoded as uncompressed ones."""
-    reducer = GradientsByName(f"complex {mode} {compression}", compression=compression)
+    reducer = TensorReducer(f"complex {mode} {compression}", compression=compression)
     kinds = [tf.constant(3 - 2j, dtype) * tf.ones(shape, dtype) for dtype in COMPLEX for shape in ((), (0,), (3, 1))]
     names = [str(number) for number in range(len(kinds))]
     mean = (comm.size + 1) / 2

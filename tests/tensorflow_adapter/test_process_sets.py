@@ -112,9 +112,9 @@ def test_join(comm: Any, mode: str) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_join_while_others_train(comm: Any, overlap: bool) -> None:
     """This includes the first step, in which ranks agree on the layout."""
-    from commlib_tensorflow.gradients import GradientsByName
+    from commlib_tensorflow.gradients import TensorReducer
 
-    reducer = GradientsByName(f"join {overlap}", groups=2, overlap=overlap)
+    reducer = TensorReducer(f"join {overlap}", groups=2, overlap=overlap)
     step = tf.function(lambda *gradients: reducer(gradients, ["a", "b", "c"]))
     for number in range(comm.rank):
         gradients = [tf.fill([2], float(comm.rank)), tf.fill([3], float(comm.rank)), tf.fill([], float(comm.rank))]

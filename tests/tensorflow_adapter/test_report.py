@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import commlib_tensorflow as hvd
-from commlib_tensorflow.gradients import GradientsByName
+from commlib_tensorflow.gradients import TensorReducer
 from commlib_tensorflow.optimizer import DistributedOptimizer
 from tests.tensorflow_adapter.oracle import MODES, in_mode
 
@@ -32,7 +32,7 @@ def of_buckets(comm: Any, reducer: Any) -> int:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_reports_add_up_to_the_statistics(comm: Any, mode: str, overlap: bool) -> None:
-    reducer = GradientsByName(f"report {mode} {overlap}", groups=2, overlap=overlap)
+    reducer = TensorReducer(f"report {mode} {overlap}", groups=2, overlap=overlap)
 
     @tf.autograph.experimental.do_not_convert
     def reduce(one: Any, two: Any) -> Any:
@@ -67,7 +67,7 @@ def test_reports_add_up_to_the_statistics(comm: Any, mode: str, overlap: bool) -
 
 @pytest.mark.ranks(min=2)
 def test_communication_during_computation_is_hidden(comm: Any) -> None:
-    reducer = GradientsByName("hidden", groups=2, overlap=True)
+    reducer = TensorReducer("hidden", groups=2, overlap=True)
     large = tf.ones(1 << 20)
 
     def wait(x: Any) -> Any:
@@ -89,7 +89,7 @@ def test_communication_during_computation_is_hidden(comm: Any) -> None:
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize(("compression", "fewer"), [("int8", 3.5), (hvd.Compression.fp16, 2.0)])
 def test_compression_appears_in_the_report(comm: Any, compression: Any, fewer: float) -> None:
-    reducer = GradientsByName(f"fewer {fewer}", compression=compression, compress_within_node=True)
+    reducer = TensorReducer(f"fewer {fewer}", compression=compression, compress_within_node=True)
     reducer([tf.ones(1 << 16)], ["one"])
     report = reducer.report
     assert report is not None
@@ -99,7 +99,7 @@ def test_compression_appears_in_the_report(comm: Any, compression: Any, fewer: f
 
 @pytest.mark.ranks(min=2)
 def test_slices_count_for_every_other_rank(comm: Any) -> None:
-    reducer = GradientsByName("slices")
+    reducer = TensorReducer("slices")
     rows, indices = tf.ones((5, 4)), tf.constant([0, 1, 2, 3, 4], tf.int64)
     reducer([tf.IndexedSlices(rows, indices, tf.constant([9, 4]))], ["table"])
     assert reducer.report is not None

@@ -14,6 +14,7 @@ see `commlib_tensorflow.errors`.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -25,7 +26,9 @@ from commlib.arguments import list_of
 from commlib.compress.casts import Compressors, check_compressor
 from commlib.errors import UsageError
 from commlib.horovod import Reduction
+from commlib.horovod.join import join as core_join
 from commlib.literals import AlgorithmName
+from commlib.named_gradients.gradients import ordered_reducers
 from commlib.ranks import Ranks
 from commlib.tensor_verbs import check_named, check_ordered, choose_root
 from commlib_tensorflow._bridge import Array, as_tensor
@@ -404,9 +407,15 @@ def grouped_reducescatter(
 def join() -> Any:
     """Contribute nothing to the other ranks' operations until all ranks have joined; return the last rank to join.
 
-    For a rank that has run out of data: see `commlib.horovod.start_join`. The result is an int32 tensor.
+    For a rank that has run out of data: see `commlib.horovod.join.join`. The result is an int32 tensor.
     """
-    return call(lambda: [np.array(core.start_join(blocking=True).wait(), np.int32)], [], [Spec(tf.int32, ())])[0]
+
+    def run_join() -> list[Array]:
+        if ordered_reducers():
+            gc.collect()  # dead optimizers in a reference cycle must not be waited for
+        return [np.array(core_join(ordered_reducers()), np.int32)]
+
+    return call(run_join, [], [Spec(tf.int32, ())])[0]
 
 
 @no_autograph

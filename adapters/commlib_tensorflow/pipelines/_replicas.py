@@ -13,7 +13,7 @@ import tensorflow as tf
 from commlib import horovod as core
 from commlib.communicator import Communicator
 from commlib.errors import UsageError
-from commlib_tensorflow._incremental_reduction import IncrementalReduction
+from commlib_tensorflow._eager_call import EagerCall
 from commlib_tensorflow._keras_reduction import DistributedMixin, KerasGradients
 
 Gradients = Sequence[tf.Tensor | None]
@@ -30,7 +30,7 @@ class StageReduction:
     def __init__(
         self,
         reduction: KerasGradients,
-        parts: IncrementalReduction,
+        parts: EagerCall,
         variables: Sequence[Any],
         complete: Mapping[int, Sequence[Any]],
     ) -> None:
@@ -72,7 +72,7 @@ def start_by_stages(
     order = [numbers[id(variable)] for own in complete.values() for variable in reversed(own)]
     given = set(order)
     order += [number for number in range(len(known)) if number not in given]
-    parts = reduction.in_parts(known, order)
+    parts = reduction.by_parts(known, order)
     return None if parts is None else StageReduction(reduction, parts, known, complete)
 
 

@@ -17,7 +17,7 @@ from commlib.kernels.norm import sum_of_squares
 from commlib.optim.clipping import clip_factor, norm_of_powers, power_over_axes
 from commlib_tensorflow._bridge import to_array
 from commlib_tensorflow._keras_reduction import DistributedMixin
-from commlib_tensorflow._local_shards import places_of
+from commlib_tensorflow._local_gradients import places_of
 from commlib_tensorflow._shards import shard_of, take_counted
 from commlib_tensorflow.pipelines._replicas import Gradients, note, reduce_over_replicas
 

@@ -6,6 +6,7 @@ from functools import partial
 
 from commlib.collectives.call import Call
 from commlib.collectives.context import PathContext
+from commlib.collectives.device.hierarchical import DeviceSteps
 from commlib.collectives.host.message_call import MessageCall
 from commlib.collectives.paths import Path, Verb, refuse_mean_of_halves
 from commlib.execution.reduce_function import ReduceFunction
@@ -54,7 +55,7 @@ class HierarchicalDevicePath(Path):
     def refusal(self, context: PathContext, verb: Verb, call: Call) -> str:
         if context.group.one_node:
             return f"{context.group.name} is on one node"
-        if verb.hierarchical_on_devices is None:
+        if verb.hierarchical is None:
             return "it has no hierarchical implementation"
         return refuse_mean_of_halves(context, call) or context.peers.refusal
 
@@ -66,8 +67,10 @@ class HierarchicalDevicePath(Path):
         return self.is_open(context)
 
     def compile(self, context: PathContext, verb: Verb, call: Call) -> CompiledCall:
-        assert verb.hierarchical_on_devices is not None
-        return _make_call(context, call, verb.hierarchical_on_devices(*context.peers.opened(), context.group, call))
+        assert verb.hierarchical is not None
+        group = context.group
+        steps = DeviceSteps(*context.peers.opened(), group, call, verb.hierarchical(call, group.size))
+        return _make_call(context, call, steps.run)
 
 
 def _make_call(context: PathContext, call: Call, enqueue: Enqueue) -> CompiledCall:

@@ -1,33 +1,44 @@
 """Hierarchical path: collectives of groups on several nodes, by shared memory within and messages between nodes.
 
-Local rank c of every node forms *rail* c (`topology`); there are as many rails as the smallest node has ranks. An
-all-reduce takes three steps: reduce-scatter in the node, which gives rail c slice c of the node's sum; all-reduce of
-the slices in each rail, over the network; all-gather in the node. No byte crosses the network more often than it must,
-and all rails of a node share its network card. The other verbs take those of the three steps that they need.
-Source: the hierarchical all-reduce of Jia et al. 2018, "Highly scalable deep learning training system".
-
-Everything runs within one operation. `x` and `target` are contiguous, 1-D.
+`schedule.hierarchy` has the steps. All of them run within one operation. In an all-reduce of large arrays one part of
+the data crosses the network, while the node combines the next part and gathers the previous one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from commlib.buffers.views import address_of
 from commlib.collectives.call import Call
 from commlib.collectives.context import PathContext
+from commlib.collectives.executor import CallPiece, run
 from commlib.collectives.host.message_call import MessageCall
-from commlib.collectives.host.rails import Rails, make_rails_move
-from commlib.collectives.operands import row_layout
+from commlib.collectives.host.node_exchanges import LocalCopy, copies_of, group_transfers, make_exchanges
+from commlib.collectives.host.schedule_path import make_persistent_move
+from commlib.collectives.host.small_all_reduce import small_all_reduce
 from commlib.collectives.paths import Move, Path, Verb
-from commlib.dtypes import Array
-from commlib.execution.accumulation import Accumulation, wide_bytes
+from commlib.collectives.rails import Rails
+from commlib.dtypes import WORKING, Array
+from commlib.execution.accumulation import Accumulation, is_in_halves, is_widened, wide_dtype
+from commlib.execution.persistent_programs import PERSISTENT_BYTES
+from commlib.execution.reduce_function import ReduceFunction
+from commlib.execution.streaming import Hook
 from commlib.group.group import Group
-from commlib.node.collective import NOTHING, Exchange, ranges
+from commlib.node.collective import NodeCollective
 from commlib.runtime.compiled_call import CompiledCall
-from commlib.schedule import program
-from commlib.schedule.layout import Layout, even, uneven
+from commlib.schedule.hierarchy import NodeStep, Run, Transfer
+from commlib.schedule.layout import even, uneven
+from commlib.schedule.rail_map import Buffer
+
+# Bytes of a part on each rail, enough for several blocks of the executor.
+PART_BYTES = 1 << 20
+
+ArrayMove = tuple[NodeCollective | LocalCopy, Buffer, Buffer]
+"""An exchange or copies, and the names of the arrays that it reads and writes."""
 
 
 class HierarchicalPath(Path):
@@ -43,186 +54,151 @@ class HierarchicalPath(Path):
 
     def compile(self, context: PathContext, verb: Verb, call: Call) -> CompiledCall:
         assert verb.hierarchical is not None
-        return MessageCall(context.group, call.text, verb.hierarchical(context.group, call))
+        group = context.group
+        return MessageCall(group, call.text, _make_move(group, call, verb.hierarchical(call, group.size)))
 
 
-def broadcast(group: Group, call: Call) -> Move:
-    """Scatter in the root's node, broadcast in each rail, all-gather in the nodes."""
-    return make_rails_move(group, call, call.nbytes, _broadcast)
+def _make_move(group: Group, call: Call, counts: tuple[int, ...]) -> Move:
+    if call.verb == "all_reduce" and call.nbytes <= PERSISTENT_BYTES and not is_in_halves(call.dtype, call.op):
+        return make_persistent_move(group, call.text, partial(small_all_reduce, group, call))
+    return HostSteps(group, call, counts).run
 
 
-def _broadcast(call: Call, node: Rails, x: Array, target: Array) -> None:
-    group, root = node.group, call.root
-    layout = even(len(x), node.rails)
-    shares = ranges(layout, x.itemsize)
-    home = group.topology.node(root)
-    if node.number == home:
-        source = node.ranks.index(root)
-        own = shares[node.place] if node.on_rail and group.rank != root else NOTHING
-        takes = [own if place == source else NOTHING for place in range(len(node.ranks))]
-        sends = node.padded(shares) if group.rank == root else [NOTHING] * len(node.ranks)
-        if len(node.ranks) > 1:
-            node.exchange(Exchange(sends, takes, max(length for _, length in shares)), x, x)
-    if node.on_rail:
-        start, stop = layout.slice_of(node.place)
-        part = x[start:stop]
-        node.network("broadcast", [part], [even(len(part), 1)], root=home)
-    node.gather_shares(x, shares)
+class HostSteps:
+    """A hierarchical call on host arrays. The exchanges of a step are made in its first run and found by number later.
+
+    Where every rank has all of the data, the rail's buffers are its share of the caller's arrays: of the target, or
+    before the rail's verb of the wider copy of the source. Otherwise a run allocates them.
+    """
+
+    def __init__(self, group: Group, call: Call, counts: tuple[int, ...]) -> None:
+        self.group, self.call = group, call
+        item = int(call.dtype.itemsize)
+        wide = int(WORKING[wide_dtype(call.dtype, call.op)].itemsize) if call.op else item
+        rails, longest = Rails(group, call, counts, wide), max(counts, default=0)
+        self.steps, self._rails, self._place = rails.steps, rails, group.hierarchy.place
+        self.is_whole, self.on_rail = rails.steps.is_whole, rails.steps.rail is not None
+        parts = max(1, longest * wide // (rails.number * PART_BYTES)) if call.verb == "all_reduce" else 1
+        self._pieces = rails.pieces(even(longest, parts).offsets)
+        self.layouts = rails.layouts(self._pieces[0].counts)
+        self.own = [self._own(piece) for piece in self._pieces]
+        shares = even(longest, rails.number).counts if self.is_whole else counts
+        self.rail = rails.compile(shares, self._pieces, [own.start for own in self.own])
+        self.items: dict[Buffer, int] = {"source": wide, "outgoing": wide, "target": item, "incoming": item}
+        self.work: Buffer = "source" if call.op and is_widened(call.dtype, call.op) else "target"
+        self._names: dict[Buffer, Buffer] = {"outgoing": self.work, "incoming": "target"} if self.is_whole else {}
+        self.buffers = rails.steps.rail.buffers if rails.steps.rail is not None else ()
+        self.moves: dict[tuple[int, int], list[ArrayMove]] = {}
+        """The operations of each step on the pieces of each kind."""
+
+    def _own(self, piece: CallPiece) -> slice:
+        """Return the part of the rail's first region that is this rail's share, or this node's."""
+        if not self.layouts or len(self.layouts) > 1:
+            return slice(0, 0)
+        if not self.is_whole:
+            return slice(*self.layouts[0].slice_of(self._rails.node))
+        start, stop = uneven(piece.counts).slice_of(self._place)
+        return slice(piece.start + start, piece.start + stop)
+
+    def run(self, x: Array, target: Array) -> None:
+        """Run the call, within an operation, on contiguous 1-D arrays."""
+        run(self.steps, self._pieces, HostCallMemory(self, x, target))
+
+    def execute(self, regions: Sequence[Array], op: ReduceFunction | None, before: Hook, after: Hook) -> None:
+        """Run the rail's verb."""
+        self._rails.execute(self.rail, regions, op, before=before, after=after)
+
+    def compile(self, step: NodeStep, piece: CallPiece, op: ReduceFunction | None) -> list[ArrayMove]:
+        """Return the operations of a step on pieces of this kind. The first call of a group is collective."""
+        ranks, moves = self.group.hierarchy.ranks, list[ArrayMove]()
+        context = None if step.is_local else self.group.open()
+        elements = self._rails.runs(step, piece, in_place=True)
+        runs = [self._bytes(each, run) for each, run in zip(step.transfers, elements, strict=True)]
+        for (source, target), pairs in group_transfers(step, runs, ranks, self._names).items():
+            if context is None:
+                moves.append((copies_of(pairs, self._place), source, target))
+                continue
+            nbytes = self._nbytes(source, piece)
+            for exchange in make_exchanges(pairs, self._place, len(ranks), reduce=step.reduce, nbytes=nbytes):
+                collective = NodeCollective.exchange(context, self.call.text, exchange, op if step.reduce else None)
+                moves.append((collective, source, target))
+        return moves
+
+    def _bytes(self, transfer: Transfer, run: Run) -> Run:
+        source, target = self.items[transfer.source.buffer], self.items[transfer.target.buffer]
+        return run[0] * source, run[1] * target, run[2] * target
+
+    def _nbytes(self, name: Buffer, piece: CallPiece) -> int | None:
+        """Return the bytes of a piece in an array of the caller, which may be in symmetric memory; else None."""
+        if name != "source" and name != "target":
+            return None
+        return self.steps.layout(self.group.rank, name, piece.counts).count * self.items[name]
 
 
-def _rail_layout(node: Rails, rail: int, counts: Sequence[int]) -> Layout:
-    """Return the layout of one rail's buffer, one chunk for each rank, by node; `counts[r]` elements for rank r."""
-    members = [rank for number in range(len(node.nodes)) for rank in node.on_same_rail(number, rail)]
-    return uneven(counts[rank] for rank in members)
+class HostCallMemory:
+    """The `executor.CallMemory` of one run on host arrays."""
 
+    def __init__(self, call: HostSteps, x: Array, target: Array) -> None:
+        self._call, self._accumulation, self._op, self._regions = call, None, None, list[Array]()
+        if call.call.op:
+            self._accumulation = accumulation = Accumulation(x, call.call.op, call.group.size)
+            x, self._op = accumulation.x, accumulation.reduce_op
+        self._arrays: dict[Buffer, Array] = {"source": x, "target": target}
+        if call.is_whole:
+            self._regions, self._result = [self._arrays[call.work]] * call.on_rail, target
+        elif call.layouts:
+            self._allocate(x.dtype, target)
+        self._addresses = {name: address_of(array) for name, array in self._arrays.items() if len(array)}
 
-def _by_node(node: Rails, rail: int, counts: Sequence[int]) -> Layout:
-    """Return the layout of the same buffer with one chunk for each node."""
-    return uneven(sum(counts[rank] for rank in node.on_same_rail(number, rail)) for number in range(len(node.nodes)))
+    def _allocate(self, dtype: Any, target: Array) -> None:
+        """Allocate the rail's buffers."""
+        call, arrays = self._call, self._arrays
+        self._regions = [np.empty(layout.count, dtype) for layout in call.layouts]
+        arrays.update(zip(call.buffers, self._regions, strict=True))
+        if call.buffers == ("outgoing",):
+            own = call.own[0]
+            arrays["incoming"] = self._result = np.empty(own.stop - own.start, target.dtype)
+        elif call.buffers == ("incoming",):
+            arrays["outgoing"] = arrays["incoming"][call.own[0]]
 
-
-def reduce_scatter(group: Group, call: Call) -> Move:
-    """Reduce each rail's chunks in the node, reduce-scatter in each rail, distribute the results in the node."""
-    return make_rails_move(group, call, wide_bytes(call.count, call.dtype, call.op), _reduce_scatter)
-
-
-def _reduce_scatter(call: Call, node: Rails, source: Array, target: Array) -> None:
-    assert isinstance(call.size, tuple)
-    layout = row_layout(call.size, node.group.size)
-    accumulation = Accumulation(source, call.op, node.group.size)
-    x, counts = accumulation.x, layout.counts
-    size, item, chunks = len(node.ranks), x.itemsize, ranges(layout, x.itemsize)
-    longest = max(counts) * item
-    rail = node.place if node.on_rail else 0
-    own_rail = _rail_layout(node, rail, counts)
-    scratch = np.empty(own_rail.count if node.on_rail else 0, x.dtype)
-    position = 0
-    for ranks in node.nodes:
-        for layer in range(0, len(ranks), node.rails):  # one rank of that node for each rail
-            receivers = ranks[layer : layer + node.rails]
-            sends = node.padded([chunks[rank] for rank in receivers])
-            takes_part = node.on_rail and node.place < len(receivers)
-            length = counts[receivers[node.place]] if takes_part else 0
-            take = (position * item, length * item)
-            start = chunks[receivers[node.place]][0] if takes_part else 0
-            if size == 1:
-                sends = sends[:1]
-            exchange = Exchange(sends, [take] * size, longest, [start] * size, x.nbytes)
-            node.exchange(exchange, x, scratch, op=accumulation.reduce_op)
-            position += length
-    if node.on_rail:
-        own = _by_node(node, rail, counts)
-        node.network("reduce_scatter", [scratch], [own], op=accumulation.reduce_op)
-        start, stop = own.slice_of(node.number)
-        part = scratch[start:stop]
-        reduced = np.empty(len(part), target.dtype)
-        accumulation.finish(part, reduced)
-    else:
-        reduced = np.empty(0, target.dtype)
-    _distribute(node, reduced, counts, target)
-
-
-def _distribute(node: Rails, held: Array, counts: Sequence[int], target: Array) -> None:
-    """Copy each rank of the node its chunk from the rank that is on its rail."""
-    item = target.itemsize
-    sends = [NOTHING] * len(node.ranks)
-    if node.on_rail:
-        position = 0
-        for rank in node.on_same_rail(node.number, node.place):
-            sends[node.ranks.index(rank)] = (position * item, counts[rank] * item)
-            position += counts[rank]
-    giver = node.place % node.rails
-    takes = [(0, target.nbytes) if place == giver else NOTHING for place in range(len(node.ranks))]
-    node.exchange(Exchange(sends, takes, max(counts) * item), held, target)
-
-
-def all_gather(group: Group, call: Call) -> Move:
-    """Gather each rail's chunks in the node, all-gather in each rail, all-gather in the node."""
-    return make_rails_move(group, call, call.nbytes * group.size, _all_gather)
-
-
-def _all_gather(call: Call, node: Rails, x: Array, target: Array) -> None:
-    group = node.group
-    size, nbytes, count = len(node.ranks), x.nbytes, len(x)
-    counts = [count] * group.size
-    rail = node.place if node.on_rail else 0
-    own_rail = _by_node(node, rail, counts)
-    scratch = np.empty(own_rail.count if node.on_rail else 0, x.dtype)
-    begin = own_rail.offsets[node.number] * x.itemsize
-    giver = node.place % node.rails
-    sends = [(0, nbytes) if place == giver else NOTHING for place in range(size)]
-    takes = [NOTHING] * size
-    if node.on_rail:
-        for index, rank in enumerate(node.on_same_rail(node.number, node.place)):
-            takes[node.ranks.index(rank)] = (begin + index * nbytes, nbytes)
-    node.exchange(Exchange(sends, takes, nbytes), x, scratch)
-    if node.on_rail:
-        node.network("all_gather", [scratch], [own_rail])
-    position = 0
-    for ranks in node.nodes:
-        for layer in range(0, len(ranks), node.rails):
-            members = ranks[layer : layer + node.rails]
-            has_one = node.on_rail and node.place < len(members)
-            send = (position, nbytes) if has_one else NOTHING
-            position += send[1]
-            node.exchange(
-                Exchange([send], node.padded([(rank * nbytes, nbytes) for rank in members]), nbytes), scratch, target
+    def exchange(self, step: NodeStep, piece: CallPiece) -> None:
+        """Run a step of the node."""
+        call, addresses, start, key = self._call, self._addresses, piece.start, (id(step), piece.kind)
+        moves, items = call.moves.get(key), call.items
+        if moves is None:
+            moves = call.moves[key] = call.compile(step, piece, self._op)
+        for operation, source, target in moves:
+            operation.run_at(
+                addresses.get(source, 0) + start * items[source], addresses.get(target, 0) + start * items[target]
             )
 
+    def finish(self, piece: CallPiece) -> None:
+        """Divide and round what the rail has reduced."""
+        if self._accumulation is None:
+            return
+        own = self._call.own[piece.number]
+        result = self._result[own] if self._call.is_whole else self._result
+        self._accumulation.finish(self._regions[0][own], result)
 
-def all_to_all(group: Group, call: Call) -> Move:
-    """Gather the outgoing chunks of each rail in the node, exchange in each rail, distribute in the node."""
-    return make_rails_move(group, call, call.nbytes, _all_to_all)
-
-
-def _all_to_all(call: Call, node: Rails, x: Array, target: Array) -> None:
-    group = node.group
-    size, item, chunk = len(node.ranks), x.itemsize, len(x) // group.size
-    nbytes = chunk * item
-    # For each node: the chunks from all ranks of this node to that node's ranks in my rail, receiver by receiver.
-    rail = node.place if node.on_rail else 0
-    receivers = [len(node.on_same_rail(number, rail)) if node.on_rail else 0 for number in range(len(node.nodes))]
-    outgoing = uneven(number * size * chunk for number in receivers)
-    leaving = np.empty(outgoing.count, x.dtype)
-    position = 0
-    for ranks in node.nodes:
-        for layer in range(0, len(ranks), node.rails):
-            members = ranks[layer : layer + node.rails]
-            sends = node.padded([(rank * nbytes, nbytes) for rank in members])
-            takes = [NOTHING] * size
-            if node.on_rail and node.place < len(members):
-                takes = [(position + place * nbytes, nbytes) for place in range(size)]
-                position += size * nbytes
-            node.exchange(Exchange(sends if size > 1 else sends[:1], takes, nbytes), x, leaving)
-    here = receivers[node.number]
-    incoming = uneven(here * len(ranks) * chunk for ranks in node.nodes)
-    arrived = np.empty(incoming.count, x.dtype)
-    if node.on_rail:
-        # If nodes differ in size, ranks send different amounts; the choice must be the same on all ranks.
-        most = max(receivers) * max(map(len, node.nodes)) * len(node.nodes) * nbytes
-        node.network("all_to_all", [leaving, arrived], [outgoing, incoming], nbytes=most)
-    # From each node: for each rank of my rail on this node, the chunks from all ranks of that node.
-    for number, ranks in enumerate(node.nodes):
-        send_count = len(ranks) * chunk
-        landed = np.empty(send_count, x.dtype)
-        counts = [send_count] * group.size
-        begin = incoming.offsets[number]
-        _distribute(node, arrived[begin : begin + here * send_count], counts, landed)
-        for index, rank in enumerate(ranks):
-            target[rank * chunk : (rank + 1) * chunk] = landed[index * chunk : (index + 1) * chunk]
+    def stream(self, prepare: Hook, complete: Hook) -> None:
+        """Run the rail's verb on all pieces, in blocks; several blocks are on the network at once."""
+        call, each = self._call, self._call.rail.each
+        if not call.on_rail and len(call.own) == 1:
+            prepare(0)
+            complete(0)
+            return
+        if each > 1:
+            prepare, complete = partial(_at_first, each, prepare), partial(_at_last, each, complete)
+        call.execute(self._regions, self._op, prepare, complete)
 
 
-def barrier(group: Group, call: Call) -> Move:
-    """Synchronize the ranks of each node, then the nodes, then the ranks of each node again."""
-    return make_rails_move(group, call, 0, _barrier)
+def _at_first(each: int, hook: Hook, block: int) -> None:
+    """Call `hook` with the piece that begins with a block."""
+    if block % each == 0:
+        hook(block // each)
 
 
-def _barrier(call: Call, node: Rails, x: Array, target: Array) -> None:
-    arrival = Exchange([NOTHING], [NOTHING] * len(node.ranks), 0)
-    node.exchange(arrival, x, target)
-    if node.on_rail:
-        rail = node.hierarchy.rail
-        assert rail is not None
-        steps = program("barrier", "dissemination", rail.rank, rail.size)
-        node.group.programs.execute(steps, [[]], call.text, transport=rail)
-    node.exchange(arrival, x, target)
+def _at_last(each: int, hook: Hook, block: int) -> None:
+    """Call `hook` with the piece that ends with a block."""
+    if (block + 1) % each == 0:
+        hook(block // each)

@@ -41,14 +41,11 @@ class SchedulePath(Path):
         return MessageCall(context.group, call.text, verb.messages(context.group, call))
 
 
-def choose(group: Group, verb: str, algorithm: str, size: int, nbytes: int, *, sharing: int = 1) -> Choice:
-    """Choose the algorithm and the number of segments for a verb among `size` ranks on `nbytes`.
-
-    sharing: how many such groups share a node's network card. Raises UsageError for an unknown algorithm.
-    """
+def choose(group: Group, verb: str, algorithm: str, size: int, nbytes: int) -> Choice:
+    """Choose the algorithm and the number of segments for a verb among `size` ranks on `nbytes`. Raises UsageError."""
     among = None if algorithm == "auto" else (find(verb, algorithm).name,)
     kind: LinkKind = "node" if group.one_node else "network"
-    return group.runtime.chooser.choose(verb, size, nbytes, kind=kind, sharing=sharing, among=among)
+    return group.runtime.chooser.choose(verb, size, nbytes, kind=kind, among=among)
 
 
 def own_program(group: Group, verb: str, name: str, *, root: int = 0, segments: int = 1) -> Program:

@@ -6,7 +6,6 @@ import numpy as np
 
 from commlib.collectives.call import Call
 from commlib.collectives.call_table import Calls, PreparedCall
-from commlib.collectives.host import hierarchical
 from commlib.collectives.host.schedule_path import own_program
 from commlib.collectives.paths import Move, Verb
 from commlib.dtypes import Array
@@ -35,4 +34,4 @@ def _messages(group: Group, call: Call) -> Move:
     return move
 
 
-VERB = Verb("barrier", _messages, on_node=_on_node, hierarchical=hierarchical.barrier)
+VERB = Verb("barrier", _messages, on_node=_on_node, hierarchical=lambda call, size: ())

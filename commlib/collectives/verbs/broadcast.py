@@ -6,8 +6,6 @@ from typing import Any
 
 from commlib.collectives.call import Call
 from commlib.collectives.call_table import Calls, PreparedCall
-from commlib.collectives.device import broadcast_on_rails
-from commlib.collectives.host import hierarchical
 from commlib.collectives.host.schedule_path import plan_program
 from commlib.collectives.operands import Result, source
 from commlib.collectives.paths import Move, Verb
@@ -56,7 +54,6 @@ VERB = Verb(
     _messages,
     exchange=_exchange,
     on_node=_on_node,
-    hierarchical=hierarchical.broadcast,
-    hierarchical_on_devices=broadcast_on_rails.broadcast,
+    hierarchical=lambda call, size: (call.count,),
     elementwise=True,
 )

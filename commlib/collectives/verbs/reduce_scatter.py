@@ -8,8 +8,6 @@ from typing import Any
 
 from commlib.collectives.call import Call
 from commlib.collectives.call_table import Calls, PreparedCall
-from commlib.collectives.device import reduce_scatter_on_rails
-from commlib.collectives.host import hierarchical
 from commlib.collectives.host.schedule_path import own_program
 from commlib.collectives.operands import result, rows, source
 from commlib.collectives.paths import Move, Verb
@@ -103,7 +101,6 @@ VERB = Verb(
     "reduce_scatter",
     _messages,
     exchange=_exchange,
-    hierarchical=hierarchical.reduce_scatter,
-    hierarchical_on_devices=reduce_scatter_on_rails.reduce_scatter,
+    hierarchical=lambda call, size: _layout(call, size).counts,
 )
 _UNEVEN = Verb("reduce_scatter_v", _messages, exchange=_exchange)

@@ -16,11 +16,13 @@ from commlib.cli.app import app
 from commlib.cli.prediction import make_machine
 from commlib.console.text import bytes_text, columns, parse_bytes, seconds_text
 from commlib.cost.flat import predict_flat
-from commlib.cost.hierarchical import HIERARCHICAL, predict_hierarchical
+from commlib.cost.hierarchical import predict_hierarchical
 from commlib.cost.model import DEFAULT
 from commlib.cost.records import FittedMachine
 from commlib.cost.table import Table
 from commlib.schedule import LinkCost, algorithms, find, program, render, verbs
+from commlib.schedule.expansion import rail_algorithms
+from commlib.schedule.hierarchy import HIERARCHICAL
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
 
@@ -40,6 +42,10 @@ def refused(*arguments: str) -> str:
 
 GOLDEN_CALLS = {
     "show_all_reduce_double_tree": ("all_reduce", "--algorithm", "double_tree", "--ranks", "4", "--segments", "2"),
+    "show_all_reduce_hierarchical": (
+        *("all_reduce", "--algorithm", "hierarchical", "--nodes", "2", "--ranks-per-node", "3"),
+        *("--rails", "2", "--between", "recursive_doubling"),
+    ),
     "show_all_to_all_predict": (
         *("all_to_all", "--predict", "--nodes", "16", "--ranks-per-node", "4"),
         *("--bytes", "4K", "--bytes", "1M", "--bytes", "64M"),
@@ -100,7 +106,7 @@ def test_sixteen_thousand_ranks_are_predicted(verb: str) -> None:
     lines = show(verb, "--predict", "--nodes", "2048", "--ranks-per-node", "8").splitlines()
     assert lines[0].startswith(f"{verb}, predicted for 2048 x 8 = 16384 ranks")
     header = next(line for line in lines if line.startswith("bytes"))
-    names = [*algorithms(verb), *(f"h:{name}" for name in algorithms(verb) if verb in HIERARCHICAL)]
+    names = [*algorithms(verb), *(f"h:{name}" for name in rail_algorithms(verb) if verb in HIERARCHICAL)]
     assert header.split() == ["bytes", *names]
     rows = lines[lines.index(header) + 1 :]
     assert [row.split()[0] for row in rows] == ["4K", "64K", "1M", "16M", "256M", "4G"]
@@ -147,6 +153,14 @@ def test_every_number_of_the_machine_can_be_given() -> None:
         (("all_reduce", "--algorithm", "ring", "--segments", "2"), "is not pipelined, got segments=2"),
         (("all_reduce", "--algorithm", "ring", "--ranks", "0"), "'--ranks'"),
         (("all_reduce", "--algorithm", "ring", "--ranks", "1000"), "'--ranks'"),
+        (("scan", "--algorithm", "hierarchical"), "scan has no hierarchical form; expected one of all_reduce"),
+        (("all_reduce", "--algorithm", "hierarchical", "--rails", "3"), "rails must be in 1..2, the size of the small"),
+        (("all_reduce", "--algorithm", "hierarchical", "--between", "star"), "'star' does not run between nodes; exp"),
+        (("all_reduce", "--algorithm", "hierarchical", "--ranks", "4"), "--ranks is not for --algorithm hierarchical"),
+        (("all_reduce", "--algorithm", "hierarchical", "--bytes", "4"), "--bytes is not for --algorithm hierarchical"),
+        (("all_reduce", "--algorithm", "hierarchical", "--nodes", "1000"), "is 2000; at most 128 can be drawn"),
+        (("all_reduce", "--algorithm", "ring", "--rails", "2"), "--rails is for --algorithm hierarchical"),
+        (("all_reduce", "--predict", "--between", "ring"), "--between is for --algorithm hierarchical"),
         (("all_reduce", "--axes", "dp=2"), "--axes is for mesh: commlib show mesh"),
         (("all_reduce", "--refactor", "dp:a=2"), "--refactor is for mesh"),
         (("all_reduce", "--ranks", "4"), "--ranks is for drawing: give --algorithm"),

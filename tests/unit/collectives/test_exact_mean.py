@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.collectives.host import rails
+from commlib.collectives import rails
 from commlib.config.settings import Config
 from commlib.errors import UsageError
 from commlib.schedule import algorithms

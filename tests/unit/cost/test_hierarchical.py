@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from commlib.cost.hierarchical import HIERARCHICAL, RAIL_BYTES, predict_hierarchical
+from commlib.cost.hierarchical import RAIL_BYTES, predict_hierarchical
 from commlib.cost.model import Machine, best
 from commlib.errors import UsageError
 from commlib.schedule import LinkCost, algorithms, verbs
+from commlib.schedule.hierarchy import HIERARCHICAL
 
 MACHINE = Machine(LinkCost(2e-6, 1e-10), LinkCost(1e-5, 2e-10), 3e-11)
 N = 8 * RAIL_BYTES  # enough for 8 rails
@@ -18,9 +19,9 @@ N = 8 * RAIL_BYTES  # enough for 8 rails
     [
         ("all_reduce", "ring", 1 / 8, 7 / 8 + 7 / 8),
         ("reduce_scatter", "ring", 1 / 8, 7 / 8 + 1 / 32),
-        ("all_gather", "bruck", 1 / 8, 1 / 32 + 7 / 8),
+        ("all_gather", "bruck", 1 / 8, 1 / 4 + 1 / 32 + 3 / 4),
         ("broadcast", "chain", 1 / 8, 1 / 8 + 7 / 8),
-        ("all_to_all", "pairwise", 1, 1 + 1),
+        ("all_to_all", "pairwise", 1, 1 / 4 + 3 / 4 + 3 / 4),
     ],
 )
 def test_four_nodes_of_eight_ranks_have_the_expected_cost(verb: str, name: str, across: float, in_node: float) -> None:

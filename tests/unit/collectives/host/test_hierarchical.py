@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from commlib.collectives.host import hierarchical_all_reduce as hierarchy
-from commlib.collectives.host import rails
+from commlib.collectives import rails
+from commlib.collectives.host import hierarchical
 from commlib.config.settings import Config
 from commlib.cost import model
 from commlib.cost.chooser import Chooser
-from commlib.cost.model import DEFAULT, ETHERNET
+from commlib.cost.model import DEFAULT, ETHERNET, Machine
 from commlib.errors import MismatchError, UsageError
+from commlib.schedule import LinkCost
 from tests.bodies import checks
 from tests.bodies.loopback import run
 from tests.oracles.oracle import assert_same, combined
@@ -60,7 +61,7 @@ def test_large_arrays_go_through_all_rails(nodes, dtype, monkeypatch):
 def test_an_all_reduce_is_split_into_parts(nodes, network, count, monkeypatch):
     """Parts of 5 to 10 KiB, some of one block and some of several, of ordinary and of symmetric arrays."""
     monkeypatch.setattr(rails, "RAIL_BYTES", 1000)
-    monkeypatch.setattr(hierarchy, "PART_BYTES", 10_000)
+    monkeypatch.setattr(hierarchical, "PART_BYTES", 10_000)
     monkeypatch.setattr(model, "AT_ONCE", 4000)
 
     def check(comm):
@@ -94,6 +95,18 @@ def test_symmetric_arrays_match_numpy(nodes, monkeypatch):
                 assert_same(x, combined(xs, op))
 
     run(len(nodes), check, nodes=nodes)
+
+
+def test_rails_run_no_algorithm_that_needs_chunks_of_one_size():
+    """An all_to_all of small arrays among many nodes chose "bruck", for which the rails had no memory, and failed."""
+
+    def check(comm):
+        comm.runtime.chooser = Chooser(
+            Machine(LinkCost(1.0, 0.0), LinkCost(1.0, 0.0), 0.0)
+        )  # as few rounds as possible
+        checks.all_to_all(comm, "float32", (3,), "hierarchical")
+
+    run(8, check, nodes=[0, 0, 1, 1, 2, 2, 3, 3])
 
 
 def test_the_bits_are_the_same_everywhere():

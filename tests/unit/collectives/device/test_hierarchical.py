@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from commlib.collectives.host import rails
+from commlib.collectives import rails
 from commlib.config.settings import Config
 from commlib.dtypes import DTYPES
 from commlib.errors import MismatchError, PeerError, UsageError
