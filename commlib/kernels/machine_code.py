@@ -46,7 +46,7 @@ def file_name(name: str) -> str:
 
 
 @cache
-def entry_point(name: str, arguments: int = 1, *, holds_lock: bool = False) -> Callable[..., Any]:
+def entry_point(name: str, arguments: int = 1, *, holds_lock: bool = False) -> Callable[..., int]:
     """Return a kernel as a builtin that takes this number of ints and returns its status. name: "module.function".
 
     It is loaded or compiled here. holds_lock: it keeps the GIL while it runs; for kernels that take nanoseconds.

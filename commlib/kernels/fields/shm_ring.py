@@ -54,3 +54,8 @@ NOTES = 64
 ) = range(25)
 
 END_FIELDS = NOTE + NOTES
+
+
+def units_of_bytes(nbytes: int) -> int:
+    """Return the number of units of a message with `nbytes` bytes."""
+    return (HEAD_BYTES + nbytes + UNIT - 1) // UNIT

@@ -25,7 +25,6 @@ from commlib.kernels.fields.shm_ring import (
     DONE,
     END_FIELDS,
     HALTED,
-    HEAD_BYTES,
     HEAD_FIELDS,
     LINK_AT,
     MEMORY,
@@ -43,12 +42,15 @@ from commlib.kernels.fields.shm_ring import (
     UNIT,
     UNITS,
     YIELDS,
+    units_of_bytes,
 )
 from commlib.kernels.host import arrays
 from commlib.kernels.host import intrinsics as ins
 from commlib.kernels.host.arrays import table
 from commlib.kernels.host.compilation import kernel
 from commlib.kernels.host.waiting import pause
+
+units_of = nb.njit(inline="always")(units_of_bytes)
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -62,12 +64,6 @@ def claim(at: int) -> None:
 def let_go(at: int) -> None:
     """Release BUSY."""
     ins.store_release(at + 8 * BUSY, 0)
-
-
-@nb.njit(inline="always")  # type: ignore[untyped-decorator]
-def units_of(nbytes: int) -> Any:
-    """Return the number of units of a message with `nbytes` bytes."""
-    return (HEAD_BYTES + nbytes + UNIT - 1) // UNIT
 
 
 @nb.njit(inline="always")  # type: ignore[untyped-decorator]

@@ -140,7 +140,7 @@ class RingReceiver:
     def _make_room_aside(self) -> None:
         """Enlarge the memory for unexpected messages: twice the stored ones, and room for the next."""
         number = int(self._end[ring.ASIDE_NUMBER])
-        units = 2 * _aside_units(self.at) + ring.units_of.py_func(LONGEST_BYTES)
+        units = 2 * _aside_units(self.at) + ring.units_of_bytes(LONGEST_BYTES)
         memory = np.zeros((units, ring.UNIT), np.uint8)
         self._aside.add(number + 1, address_of(memory), memory)
         if _renew_aside(self.at, number, address_of(memory), units) != ring.DONE:
