@@ -173,6 +173,19 @@ def write(name: str, data: bytes) -> None:
         log_once(f"compiled kernels cannot be stored in {_reason(where, error)}")
 
 
+def read_code(name: str) -> tuple[str, bytes] | None:
+    """Return the symbol and the machine code stored under a name, or None if there is none that is safe to run."""
+    if (data := read(name)) is None:
+        return None
+    symbol, _, code = data.partition(b"\0")
+    return symbol.decode(), code
+
+
+def write_code(name: str, symbol: str, code: bytes) -> None:
+    """Store machine code under a name, for `read_code`. Logs a failure."""
+    write(name, symbol.encode() + b"\0" + code)
+
+
 def discard(name: str, why: str) -> None:
     """Remove a useless file and log it. If several processes find it, only one logs it."""
     if (where := folder()) is None:

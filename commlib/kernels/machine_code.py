@@ -58,26 +58,15 @@ def entry_point(name: str, arguments: int = 1, *, holds_lock: bool = False) -> C
 def address(name: str) -> int:
     """Return the address of a kernel's machine code, with numbers as C arguments; load or compile it first."""
     with _loading:
-        data = stored.read(file_name(name))
-        if data is not None:
+        code = stored.read_code(file_name(name))
+        if code is not None:
             try:
-                return _load(*unpack(data))
+                return _load(*code)
             except Exception as error:  # complete, but not what this LLVM loads
                 stored.discard(file_name(name), f"cannot be loaded ({type(error).__name__}: {error})")
         from commlib.kernels.host.compilation import compile_object
 
         return _load(*compile_object(name, file_name(name)))
-
-
-def pack(symbol: str, code: bytes) -> bytes:
-    """Return the content of a kernel's file."""
-    return symbol.encode() + b"\0" + code
-
-
-def unpack(data: bytes) -> tuple[str, bytes]:
-    """Return a kernel's symbol and its code from the content of its file."""
-    symbol, _, code = data.partition(b"\0")
-    return symbol.decode(), code
 
 
 @cache

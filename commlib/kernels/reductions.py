@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from commlib.kernels.machine_code import address, entry_point
 
 
-class Reduction(NamedTuple):
+class ReductionKernel(NamedTuple):
     """A compiled reduction: its address, for other kernels, and the builtin that Python calls."""
 
     address: int
@@ -17,10 +17,10 @@ class Reduction(NamedTuple):
 
 
 @cache
-def reduction(dtype: str, operation: str) -> Reduction:
+def reduction(dtype: str, operation: str) -> ReductionKernel:
     """Return the reduction for one of sum, mean, prod, min, max (or, and: bool only). The first call loads it."""
     name = reduction_name(dtype, operation)
-    return Reduction(address(name), entry_point(name, 7))
+    return ReductionKernel(address(name), entry_point(name, 7))
 
 
 def reduction_name(dtype: str, operation: str) -> str:

@@ -30,7 +30,6 @@ from numba.core.serialize import dumps
 
 from commlib.kernels import cache, host
 from commlib.kernels.compile_lock import lock_compilation
-from commlib.kernels.machine_code import pack, unpack
 
 
 def kernel(**options: Any) -> Callable[[Any], Any]:
@@ -72,13 +71,13 @@ def compile_object(name: str, file: str) -> tuple[str, bytes]:
 
     def in_turn() -> tuple[str, bytes]:
         with global_compiler_lock, lock_compilation(file, lambda: cache.read(file) is not None):
-            if (data := cache.read(file)) is not None:
-                return unpack(data)
+            if (kept := cache.read_code(file)) is not None:
+                return kept
             function, signature, options = _source(name)
             compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
             compiled.compile()
             symbol, code = compiled._wrapper_name, compiled._library._get_compiled_object()
-            cache.write(file, pack(symbol, code))
+            cache.write_code(file, symbol, code)
             return symbol, code
 
     result: tuple[str, bytes] = run_shielded(in_turn)
