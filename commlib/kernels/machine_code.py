@@ -58,12 +58,11 @@ def entry_point(name: str, arguments: int = 1, *, holds_lock: bool = False) -> C
 def address(name: str) -> int:
     """Return the address of a kernel's machine code, with numbers as C arguments; load or compile it first."""
     with _loading:
-        code = stored.read_code(file_name(name))
-        if code is not None:
-            try:
+        try:
+            if (code := stored.read_code(file_name(name))) is not None:
                 return _load(*code)
-            except Exception as error:  # complete, but not what this LLVM loads
-                stored.discard(file_name(name), f"cannot be loaded ({type(error).__name__}: {error})")
+        except Exception as error:  # complete, but not what this LLVM loads
+            stored.discard(file_name(name), f"cannot be loaded ({type(error).__name__}: {error})")
         from commlib.kernels.host.compilation import compile_object
 
         return _load(*compile_object(name, file_name(name)))
