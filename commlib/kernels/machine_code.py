@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sysconfig
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +23,9 @@ from commlib.kernels import cache as stored
 from commlib.kernels.fields.arrays import are_where_expected
 from commlib.kernels.fields.builtins import ADDRESS, ARGUMENTS, FUNCTION_FIELDS, HOLDS_LOCK
 
-HAS_BUILTINS = are_where_expected()
+HAS_BUILTINS = are_where_expected() and not sysconfig.get_config_var("Py_GIL_DISABLED")
+"""Whether compiled code may read numpy's arrays, and use Python's objects under the GIL. Else Python does all of it."""
+
 _BUILTIN = "builtins.call"
 _FASTCALL = 0x0080  # METH_FASTCALL
 _loading = threading.RLock()

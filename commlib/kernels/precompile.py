@@ -33,7 +33,7 @@ ENTRY_POINTS = (
     "builtins.call", "call_routes.begin", "call_routes.begin_on_arrays", "call_routes.run", "call_routes.run_on_arrays",
     "channel.free_slot", "channel.has_arrived", "channel.let_go", "channel.put", "channel.put_reserved",
     "channel.release", "channel.release_slot", "channel.reserve", "channel.take", "exact_mean.join_halves",
-    "exact_mean.split_halves", "network_channel.free_slot", "network_channel.put", "network_channel.release",
+    "exact_mean.split_halves", "gate.run_plan", "gate.run_verb", "network_channel.free_slot", "network_channel.put", "network_channel.release",
     "network_channel.take", "network_channel.take_turn", "node.all_equal", "node.barrier", "node.copy_from_array",
     "node.copy_to_array", "pack.copy_all", "reduce.reduce_as_written", "ring_posts.forget", "ring_posts.move_posts",
     "ring_posts.post", "ring_posts.read_field", "ring_posts.withdraw", "ring_put.announce", "ring_put.put",
