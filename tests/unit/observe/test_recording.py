@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import re
@@ -245,7 +246,8 @@ def test_without_recording_a_call_is_its_step_alone():
         planned.append(address)
         return 0
 
-    plan = Plan(call, x, x, x, None, step)
+    kernel = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(step)
+    plan = Plan(call, x, x, x, None, ctypes.cast(kernel, ctypes.c_void_p).value or 0)
 
     def call_thrice():
         call.stepped = call.performed = 0

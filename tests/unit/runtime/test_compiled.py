@@ -119,7 +119,7 @@ def test_an_exception_before_python_can_continue_a_call_is_not_a_lost_lock_unnot
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    call.resume = interrupted
+    call.resume = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         call.plan()()
     assert Other(progress, "other").now(None, "after") == "after"  # as after any interrupted call; its group has failed

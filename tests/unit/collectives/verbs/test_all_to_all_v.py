@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from commlib.config.settings import Config
 from commlib.errors import MismatchError, UsageError
-from commlib.kernels.host import uneven_exchange
+from commlib.kernels.fields import uneven_exchange
 from tests.bodies import uneven_all_to_all as cases
 from tests.bodies.loopback import run
 

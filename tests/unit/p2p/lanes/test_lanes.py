@@ -7,7 +7,7 @@ import pytest
 
 from commlib.config.settings import Config
 from commlib.errors import MismatchError
-from commlib.kernels.host import ring_take
+from commlib.kernels.fields import shm_ring
 from commlib.p2p.lanes import receiver as lane_in
 from commlib.p2p.lanes.receiver import RingReceiver
 from commlib.transport.base import Space
@@ -98,7 +98,7 @@ def test_two_readers_follow_a_sender_from_ring_to_ring(monkeypatch):
 
         def look_and_be_late(at):
             status = look_into(at)
-            if status == ring_take.DRAINED:
+            if status == shm_ring.DRAINED:
                 wanted.append(status)
                 monkeypatch.setattr(lane_in, "look_into", look_into)
                 lanes_at[at].look()  # as another thread, or a signal handler
