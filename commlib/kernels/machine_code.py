@@ -21,7 +21,7 @@ import numpy as np
 
 from commlib.kernels import cache as stored
 from commlib.kernels.fields.arrays import are_where_expected
-from commlib.kernels.fields.builtins import ADDRESS, ARGUMENTS, FUNCTION_FIELDS, HOLDS_LOCK
+from commlib.kernels.fields.builtins import ADDRESS, ARGUMENTS, FUNCTION_FIELDS, HOLDS_LOCK, NEVER_CALLED
 
 HAS_BUILTINS = are_where_expected() and not sysconfig.get_config_var("Py_GIL_DISABLED")
 """Whether compiled code may read numpy's arrays, and use Python's objects under the GIL. Else Python does all of it."""
@@ -77,21 +77,12 @@ def _machine() -> Any:
     llvm.initialize_native_asmprinter()
     # Kernels do not raise, so they never call numba's run time, but their code refers to it.
     abort = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
-    for symbol in _RUN_TIME:
+    for symbol in NEVER_CALLED:
         if not llvm.address_of_symbol(symbol):
             llvm.add_symbol(symbol, abort)
     return llvm.Target.from_default_triple().create_target_machine(jit=True)
 
 
-_RUN_TIME = (
-    "numba_gil_ensure",
-    "numba_gil_release",
-    "numba_unpickle",
-    "numba_runtime_build_excinfo_struct",
-    "numba_do_raise",
-    "NRT_Free",
-    "NRT_MemInfo_call_dtor",
-)
 _engines: list[Any] = []  # code lives as long as its engine
 
 

@@ -30,6 +30,7 @@ from numba.core.serialize import dumps
 
 from commlib.kernels import cache, host
 from commlib.kernels.compile_lock import lock_compilation
+from commlib.kernels.fields.builtins import NEVER_CALLED
 
 
 def kernel(**options: Any) -> Callable[[Any], Any]:
@@ -76,12 +77,22 @@ def compile_object(name: str, file: str) -> tuple[str, bytes]:
             function, signature, options = _source(name)
             compiled = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=options)
             compiled.compile()
+            unknown = [one for one in _missing_symbols(compiled._library) if not _is_there(one)]
+            if unknown:
+                raise TypeError(f"{name}: machine code runs without numba's run time, but calls {', '.join(unknown)}")
             symbol, code = compiled._wrapper_name, compiled._library._get_compiled_object()
             cache.write_code(file, symbol, code)
             return symbol, code
 
     result: tuple[str, bytes] = run_shielded(in_turn)
     return result
+
+
+def _is_there(symbol: str) -> bool:
+    """Return whether a symbol is there without numba: of the C library, of Python, or one of those never called."""
+    if symbol.startswith(("numba_", "NRT_")):
+        return symbol in NEVER_CALLED
+    return llvm.address_of_symbol(symbol) is not None
 
 
 def _source(name: str) -> tuple[Any, Any, dict[str, Any]]:

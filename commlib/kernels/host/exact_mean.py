@@ -75,7 +75,9 @@ def sum_of_halves() -> Any:
                 for i in range(length):
                     total[i] += x[i]
             for k in range(n_outputs):
-                nb.carray(ins.as_pointer(targets[k] + here), length, np.int64)[:] = total
+                result = nb.carray(ins.as_pointer(targets[k] + here), length, np.int64)
+                for i in range(length):  # an assignment of the slice would allocate memory
+                    result[i] = total[i]
 
     return reduce
 

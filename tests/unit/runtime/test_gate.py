@@ -125,7 +125,7 @@ def test_python_continues_a_call_that_the_kernel_cannot_finish():
         verb.gate.resumed()
         raise KeyError("x")
 
-    verb.resume = fail  # type: ignore[method-assign]
+    verb.resume = fail  # type: ignore[method-assign, assignment]
     verb.gated.clear()
     verb.gated.add(verb, (verb.x.dtype, (3, 2), "sum", "auto"), (3, 2), ANY_ARRAY)
     with pytest.raises(KeyError):
