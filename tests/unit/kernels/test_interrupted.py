@@ -25,7 +25,7 @@ def insist(call):
     interrupted = 0
     for number in itertools.count(1):
         try:
-            signal.setitimer(signal.ITIMER_REAL, 2e-3 * number)
+            signal.setitimer(signal.ITIMER_REAL, 2e-4 * number)
             call()
             signal.setitimer(signal.ITIMER_REAL, 0)
             return interrupted
@@ -52,7 +52,7 @@ def test_the_next_call_uses_the_interrupted_kernel(tmp_path):
         assert done.returncode == 0, done.stderr
         assert int(done.stdout) > 0, "no alarm came before it was done"
         assert "anew" not in done.stderr, done.stderr
-        codes_.append({path: path.stat().st_mtime_ns for path in folder.rglob("reduce.reduce-*")})
+        codes_.append({path: path.stat().st_mtime_ns for path in folder.rglob("reduce.reduction-*")})
     assert codes_[0] and codes_[0] == codes_[1]
 
 

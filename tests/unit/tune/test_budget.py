@@ -29,6 +29,8 @@ class World:
     def group(self) -> World:
         return self
 
+    programs = group
+
     def take(self, seconds: float) -> None:
         self.now += seconds
         self.spent.append(seconds)
