@@ -22,6 +22,7 @@ import numpy as np
 from commlib.kernels import cache as stored
 from commlib.kernels.fields.arrays import are_where_expected
 from commlib.kernels.fields.builtins import ADDRESS, ARGUMENTS, FUNCTION_FIELDS, HOLDS_LOCK, NEVER_CALLED
+from commlib.kernels.shield import run_shielded
 
 HAS_BUILTINS = are_where_expected() and not sysconfig.get_config_var("Py_GIL_DISABLED")
 """Whether compiled code may read numpy's arrays, and use Python's objects under the GIL. Else Python does all of it."""
@@ -29,6 +30,7 @@ HAS_BUILTINS = are_where_expected() and not sysconfig.get_config_var("Py_GIL_DIS
 _BUILTIN = "builtins.call"
 _FASTCALL = 0x0080  # METH_FASTCALL
 _loading = threading.RLock()
+_addresses: dict[str, int] = {}
 
 
 @cache
@@ -57,18 +59,29 @@ def entry_point(name: str, arguments: int = 1, *, holds_lock: bool = False) -> C
     return _as_builtin(name, address(name), arguments, holds_lock)
 
 
-@cache
 def address(name: str) -> int:
     """Return the address of a kernel's machine code, with numbers as C arguments; load or compile it first."""
-    with _loading:
-        try:
-            if (code := stored.read_code(file_name(name))) is not None:
-                return _load(*code)
-        except Exception as error:  # complete, but not what this LLVM loads
-            stored.discard(file_name(name), f"cannot be loaded ({type(error).__name__}: {error})")
-        from commlib.kernels.host.compilation import compile_object
+    known = _addresses.get(name)
+    return run_shielded(_find, name) if known is None else known  # type: ignore[no-any-return]
 
-        return _load(*compile_object(name, file_name(name)))
+
+def _find(name: str) -> int:
+    with _loading:
+        if name not in _addresses:
+            _addresses[name] = _load_or_compile(name)
+        return _addresses[name]
+
+
+def _load_or_compile(name: str) -> int:
+    file = file_name(name)
+    try:
+        if (code := stored.read_code(file)) is not None:
+            return _load(*code)
+    except Exception as error:  # complete, but not what this LLVM loads
+        stored.discard(file, f"cannot be loaded ({type(error).__name__}: {error})")
+    from commlib.kernels.host.compilation import compile_object
+
+    return _load(*compile_object(name, file))
 
 
 @cache

@@ -8,12 +8,10 @@ serialization of compiled code, through the three methods that its dispatchers c
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import functools
 import importlib
 import pickle
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,6 +29,7 @@ from numba.core.serialize import dumps
 from commlib.kernels import cache, host
 from commlib.kernels.compile_lock import lock_compilation
 from commlib.kernels.fields.builtins import NEVER_CALLED
+from commlib.kernels.shield import run_shielded
 
 
 def kernel(**options: Any) -> Callable[[Any], Any]:
@@ -48,7 +47,7 @@ def kernel(**options: Any) -> Callable[[Any], Any]:
         def compile_once(signature: Any) -> Any:
             if tuple(sigutils.normalize_signature(signature)[0]) in dispatcher.overloads:
                 return compile_here(signature)
-            return run_shielded(in_turn, signature)
+            return run_shielded(in_turn, signature, unless=global_compiler_lock.is_locked)
 
         def in_turn(signature: Any) -> Any:
             with global_compiler_lock, cache.turn(signature, dispatcher.targetctx):
@@ -84,7 +83,7 @@ def compile_object(name: str, file: str) -> tuple[str, bytes]:
             cache.write_code(file, symbol, code)
             return symbol, code
 
-    result: tuple[str, bytes] = run_shielded(in_turn)
+    result: tuple[str, bytes] = run_shielded(in_turn, unless=global_compiler_lock.is_locked)
     return result
 
 
@@ -108,38 +107,6 @@ def _source(name: str) -> tuple[Any, Any, dict[str, Any]]:
         raise TypeError(f"{name}: a kernel that is called through machine code takes only numbers, got {kinds}")
     options = {key: value for key, value in source.targetoptions.items() if key != "nopython"}
     return function, result(*[_NUMBERS[kind] for kind in kinds.values()]), options
-
-
-def run_shielded(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return `work(*arguments)`, shielded from exceptions of signal handlers.
-
-    Python runs signal handlers in the main thread, so another thread does the work. If the main thread is interrupted,
-    the work continues: a numba compilation that stopped half-way would prevent all later ones.
-    """
-    if threading.current_thread() is not threading.main_thread() or global_compiler_lock.is_locked():
-        return work(*arguments)  # locked: this thread is compiling a caller of this kernel
-    results: list[Any] = []
-    errors: list[BaseException] = []
-    running = threading.Lock()  # the only primitive of `threading` that survives an interrupt at any instruction
-    running.acquire()
-
-    def run() -> None:
-        try:
-            results.append(work(*arguments))
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            running.release()
-
-    try:
-        _thread.start_new_thread(run, ())
-    except RuntimeError:  # Python is shutting down, or cannot start a thread
-        return work(*arguments)
-    with running:
-        pass
-    for error in errors:
-        raise error
-    return results[0]
 
 
 @atexit.register
