@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any
 
@@ -500,6 +500,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def _is_ours(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
     return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("commlib_torch.")
 
 
