@@ -24,7 +24,7 @@ P_GATE, P_OBJECTS, P_KERNEL, P_ADDRESS, P_TEXT, P_SOURCE, P_TARGET, P_VALUE, P_R
 
 # A verb of a communicator: its gate, and its table of kinds.
 V_GATE, V_OBJECTS, V_KINDS, VERB_FIELDS = range(4)
-KINDS = 256  # rows of the table; a power of two
+KINDS = 64  # rows of the table; a power of two
 MOST_DIMENSIONS, MOST_KEYS = 6, 3
 
 # A kind of call: the arrays that it takes, the other arguments (by identity), and what runs it.

@@ -179,4 +179,4 @@ def test_many_kinds_replace_each_other():
     results = [verb.call(x, x) for x in kinds]
     assert all(result is x or result is NotImplemented for result, x in zip(results, kinds, strict=True))
     known = sum(result is not NotImplemented for result in results)
-    assert 100 < known <= 256
+    assert 30 < known <= 64
