@@ -42,7 +42,7 @@ class SymmetricMemory:
 
     @property
     def places(self) -> int:
-        """The address of the table of all segments, for `kernels.host.placed`; it never changes."""
+        """The address of the table of all segments, for `kernels.host.call_routes`; it never changes."""
         return address_of(self._places)
 
     def _write_places(self) -> None:

@@ -185,7 +185,7 @@ class PreparedCall:
 
     @classmethod
     def into(cls, compiled: CompiledCall, source: Any, result: Result | None, x: Any) -> PreparedCall:
-        """Make a Ready for a call that writes into `result`; None means this rank gets no result."""
+        """Make a PreparedCall for a call that writes into `result`; None means this rank gets no result."""
         if result is None:
             return cls(compiled, source, source, _nothing, True, x)
         return cls(compiled, source, result.flat, lambda _: result.deliver(), not result.staged, x)

@@ -19,9 +19,7 @@ from commlib.dtypes import NUMPY, Array, accumulator_dtype
 from commlib.execution.reduce_function import Combination, ReduceFunction
 from commlib.execution.rounds import MessageRound, Rounds
 from commlib.execution.streaming import Posted
-from commlib.kernels.fields.node import (
-    arrays_are_where_expected,
-)
+from commlib.kernels.fields.arrays import are_where_expected
 from commlib.kernels.machine_code import entry_point
 from commlib.schedule.ir import Program, Span
 from commlib.schedule.layout import even
@@ -30,9 +28,12 @@ from commlib.transport.base import Transport, WaitHook
 # Bytes. For larger arrays Python's overhead is no longer dominant.
 PERSISTENT_BYTES = 16 << 10
 
-_combine, _are_equal = entry_point("reduce.reduce_as_written"), entry_point("node.all_equal")
-_copy_from_array, _copy_to_array = entry_point("node.copy_from_array", 3), entry_point("node.copy_to_array", 3)
-_ARRAYS_ARE_WHERE_EXPECTED = arrays_are_where_expected()
+# These take nanoseconds, so they keep the GIL.
+_combine = entry_point("reduce.reduce_as_written", holds_lock=True)
+_are_equal = entry_point("node.all_equal", holds_lock=True)
+_copy_from_array = entry_point("node.copy_from_array", 3, holds_lock=True)
+_copy_to_array = entry_point("node.copy_to_array", 3, holds_lock=True)
+_ARRAYS_ARE_WHERE_EXPECTED = are_where_expected()
 
 
 def _bytes(array: Array) -> memoryview:

@@ -18,6 +18,7 @@ from commlib.buffers.views import address_of
 from commlib.execution.reduce_function import ReduceFunction
 from commlib.kernels.fields import call_routes
 from commlib.kernels.fields import node as kernels
+from commlib.kernels.fields.arrays import are_where_expected
 from commlib.kernels.machine_code import address as code_address
 from commlib.kernels.machine_code import entry_point
 from commlib.node.context import NodeContext
@@ -46,7 +47,7 @@ _RUNNING = [
     kernels.NAP_MICROSECONDS,
 ]
 _SPINS_AND_YIELDS = slice(kernels.SPINS, kernels.YIELDS + 1)
-ARRAYS_ARE_WHERE_EXPECTED = kernels.arrays_are_where_expected()
+ARRAYS_ARE_WHERE_EXPECTED = are_where_expected()
 
 
 @contextmanager

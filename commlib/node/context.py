@@ -18,7 +18,7 @@ class NodeContext:
     """The board of a group's ranks on this node, the group's progress, and its callbacks for failures.
 
     group: keeps the group alive as long as its compiled calls, because its progress ends with it. places: the address
-    of the table of the group's symmetric memory, for `kernels.host.placed`.
+    of the table of the group's symmetric memory, for `kernels.host.call_routes`.
     """
 
     group: object

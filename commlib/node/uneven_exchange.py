@@ -30,7 +30,7 @@ _WRONG = uneven_exchange.UNEQUAL, uneven_exchange.UNFIT, uneven_exchange.UNREADA
 class UnevenExchange(CompiledCall):
     """A compiled all_to_all_v of a node's ranks. known: each rank gives the numbers of rows to receive.
 
-    It runs on an array and on a call's *parts*, an array of numbers that describe the call (see `kernels.host.uneven`).
+    It runs on an array and on a call's *parts*, numbers that describe the call (see `kernels.host.uneven_exchange`).
     Its value is the parts, or the result array if the call allocates one: rows of shape `row` with `row_bytes` each.
     None means that the arguments are inconsistent and nothing was done.
     """

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
-import numpy as np
-
 # Status codes.
 DONE, WAITING, MISMATCH, BROKEN, PLACES_DIFFER = range(5)
 
@@ -55,12 +51,3 @@ EPOCH, RANK, SIZE, BOARD, SLOTS, SLOT_BYTES, FAILED, CALLS, CONTROL_FIELDS = ran
     OPERANDS,  # of a reducing exchange: the number of ranks, from the first on, whose parts are combined
     CALL_FIELDS,
 ) = range(31)
-
-# Offset of the data address in a numpy array: it is the first field of the C struct, after the object header.
-DATA = object.__basicsize__
-
-
-def arrays_are_where_expected() -> bool:
-    """Return whether numpy's array layout is the one that kernels with array arguments expect."""
-    probe = np.zeros(3)[1:]
-    return bool(ctypes.c_int64.from_address(id(probe) + DATA).value == probe.ctypes.data)

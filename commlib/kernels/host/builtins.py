@@ -22,6 +22,9 @@ release_lock = types.ExternalFunction("PyEval_SaveThread", types.intp())
 take_lock = types.ExternalFunction("PyEval_RestoreThread", types.void(types.intp))
 
 
+_ARGUMENT_BYTES = 8 * MOST_ARGUMENTS
+
+
 @intrinsic
 def call_code(typingctx: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Any:
     """Call machine code at an address with int64 arguments; return its int64 result.
@@ -44,28 +47,17 @@ def call(self: int, arguments: int, count: int) -> int:
     if count != function[ARGUMENTS] or count > MOST_ARGUMENTS:
         bad_call()
         return 0
-    given = table(arguments, count)
-    a = b = c = d = e = f = g = 0
-    if count > 0:
-        a = as_int(given[0])
-    if count > 1:
-        b = as_int(given[1])
-    if count > 2:
-        c = as_int(given[2])
-    if count > 3:
-        d = as_int(given[3])
-    if count > 4:
-        e = as_int(given[4])
-    if count > 5:
-        f = as_int(given[5])
-    if count > 6:
-        g = as_int(given[6])
-    if (a == -1 or b == -1 or c == -1 or d == -1 or e == -1 or f == -1 or g == -1) and error_occurred() != 0:
+    given, numbers = table(arguments, count), table(ins.stack(_ARGUMENT_BYTES), MOST_ARGUMENTS)
+    failed = False
+    for number in range(MOST_ARGUMENTS):
+        numbers[number] = as_int(given[number]) if number < count else 0
+        failed |= numbers[number] == -1  # which may also be a number
+    if failed and error_occurred() != 0:
         return 0
-    code = function[ADDRESS]
-    if function[HOLDS_LOCK] != 0:
-        return as_object(call_code(code, a, b, c, d, e, f, g))
-    thread = release_lock()
-    status = call_code(code, a, b, c, d, e, f, g)
-    take_lock(thread)
+    thread = 0 if function[HOLDS_LOCK] != 0 else release_lock()
+    status = call_code(
+        function[ADDRESS], numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]
+    )
+    if thread != 0:
+        take_lock(thread)
     return as_object(status)

@@ -1,7 +1,7 @@
 """Routes: run a node's collective on any arrays, in symmetric memory if they are in it, else through the slots.
 
-A *route* has the data of one kind of call: an int64 array whose fields are the constants below. It contains two calls
-of `kernels.host.node`: one through the slots, one on symmetric memory. The location of the arrays is looked up in
+A *route* has the data of one kind of call: an int64 array with the fields of `fields.call_routes`. It contains two
+calls of `kernels.host.node`: one through the slots, one on symmetric memory. The location of the arrays is looked up in
 compiled code, so a call from Python costs no more than one of the kernels.
 
 The table of symmetric memory has sorted rows of int64: start and end of a segment in this process, its number (the same

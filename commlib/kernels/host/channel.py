@@ -5,7 +5,7 @@ slot (n - 1) % depth. Its sender waits until the receiver has released the previ
 array in, and writes n with release order. The receiver reads n with acquire order, and may then read the data. To
 release the slot, it writes n to a separate cache line. No other data is shared, so stores never contend.
 
-The arguments of a kernel are in one int64 array, the *end* of its rank, whose fields are the constants below. A kernel
+The arguments of a kernel are in one int64 array, the *end* of its rank, whose fields are in `fields.channel`. A kernel
 that has waited long returns WAITING without any change; the caller calls it again. `BUSY` is taken atomically, so a
 second thread, or a signal handler that interrupts Python between two calls, never sees a partial message.
 """

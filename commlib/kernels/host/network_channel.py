@@ -2,9 +2,9 @@
 
 Messages are persistent requests of a library (see `requests`). Compiled code handles a message that fits its slot and
 has the shape of the slot's previous message. Python handles all others, after OTHER, which means that nothing was done,
-except that a message may have arrived. Fields, and rows of slots, are the constants below; the first fields are those
-of a channel within a node. Python also takes BUSY before it tests a request, because MPI lets one thread at a time do
-so (see `p2p.turn`).
+except that a message may have arrived. `fields.network_channel` has the fields, and those of the rows of slots; the
+first fields are those of a channel within a node. Python also takes BUSY before it tests a request, because MPI lets
+one thread at a time do so (see `p2p.channels.posted_end`).
 """
 
 from __future__ import annotations

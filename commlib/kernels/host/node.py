@@ -16,7 +16,7 @@ the epoch from which its arrivals are void: peers wait as if it had not arrived,
 All_reduce has special kernels. Every other verb is an *exchange*: a rank publishes parts of its array, and takes the
 part for it from each peer, or combines these parts. Tables hold the offsets and lengths of parts.
 
-The arguments of a kernel are in one int64 array, the *call*, whose fields are the constants below. Passing its address
+The arguments of a kernel are in one int64 array, the *call*, whose fields are in `fields.node`. Passing its address
 is the cheapest interface. A kernel can return in the middle of a wait (WAITING); the next call continues from that
 point.
 """
@@ -28,6 +28,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
+from commlib.kernels.fields.arrays import DATA
 from commlib.kernels.fields.node import (
     ABANDONED,
     ARRIVED,
@@ -40,7 +41,6 @@ from commlib.kernels.fields.node import (
     CONTROL_FIELDS,
     COUNT,
     COUNTS,
-    DATA,
     DIVISOR,
     DONE,
     EPOCH,
@@ -423,13 +423,6 @@ def _set_arrays(call: Any, source: int, target: int) -> None:
 
 
 @kernel(nogil=True)
-def exchange_arrays(address: int, source: int, target: int) -> int:
-    """Run `exchange_staged` on two numpy arrays, given by their `id`: in Python, the address lookups cost as much."""
-    _set_arrays(_call(address), source, target)
-    return exchange_staged(address)
-
-
-@kernel(nogil=True)
 def begin_exchange(address: int) -> int:
     """Run `exchange_staged`, but return WAITING soon; this rank's first piece is published by then."""
     call = _call(address)
@@ -438,13 +431,6 @@ def begin_exchange(address: int) -> int:
     status = exchange_staged(address)
     call[SPINS], call[YIELDS], call[NAPS] = spins, yields, naps
     return status
-
-
-@kernel(nogil=True)
-def begin_exchange_of_arrays(address: int, source: int, target: int) -> int:
-    """Run `begin_exchange` on two numpy arrays, given by their `id`."""
-    _set_arrays(_call(address), source, target)
-    return begin_exchange(address)
 
 
 @kernel()

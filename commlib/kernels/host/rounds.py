@@ -1,6 +1,6 @@
 """Rounds: run a program of small messages in one compiled call without the GIL: start, wait and combine per round.
 
-The arguments are in one int64 array, whose fields are the constants below, and in one row per round. A call that has
+The arguments are in one int64 array, whose fields are in `fields.rounds`, and in one row per round. A call that has
 waited long returns WAITING; the next call continues from that point.
 """
 

@@ -9,8 +9,8 @@ message is thus one cache line, which one rank writes and the other reads.
 A full ring is followed by a larger one in new memory, which the first ring names. A sender therefore never waits for a
 busy receiver, and keeps no unsent data.
 
-The arguments of a kernel are in one int64 array, the *end* of its rank, whose fields are the constants below. `BUSY` is
-taken atomically, for no longer than the copy of a message. Threads, and signal handlers, which run only between two
+The arguments of a kernel are in one int64 array, the *end* of its rank, with the fields of `fields.shm_ring`. `BUSY`
+is taken atomically, for no longer than the copy of a message. Threads, and signal handlers, which run only between two
 calls, therefore never see a partial message.
 """
 

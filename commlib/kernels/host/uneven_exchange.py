@@ -25,9 +25,9 @@ from typing import Any
 import numba as nb
 from numba.core import types
 
+from commlib.kernels.fields.arrays import DATA
 from commlib.kernels.fields.node import (
     BROKEN,
-    DATA,
     DONE,
     EPOCH,
     FAILED,

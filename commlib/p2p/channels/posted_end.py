@@ -6,7 +6,7 @@ tag. So no message arrives at a receive that is too short. The part of a message
 under a separate tag for tails.
 
 If a message has the shape of the previous one and the transport provides the functions, compiled code handles it alone
-(`kernels.host.posted`). This module handles all other messages, and long waits.
+(`kernels.host.network_channel`). This module handles all other messages, and long waits.
 """
 
 from __future__ import annotations

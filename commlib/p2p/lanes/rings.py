@@ -1,4 +1,4 @@
-"""Shared-memory rings that a rank sends with, kept until their receivers map them. See `kernels.host.lane`."""
+"""Shared-memory rings that a rank sends with, kept until their receivers map them. See `kernels.host.shm_ring`."""
 
 from __future__ import annotations
 
